@@ -9,17 +9,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from penstock.kv_transfer.transports import agent_transport
+from penstock.kv_transfer.transports.agent_protocol import AgentAddress
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
 from penstock.kv_transfer.transports.base import Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.helper_messages import OpenAgent, ServedMemory
 from penstock.kv_transfer.transports.helper_process import joined
+from penstock.kv_transfer.transports.socket_protocol import SocketLimits, decode, encode
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.simulation.conformance import runs_of
 from penstock.utils.errors import ConfigError, PeerError
@@ -268,3 +275,144 @@ def test_pieces_that_are_contiguous_on_both_sides_are_joined() -> None:
     pieces = runs_of((0, 100, 4), (4, 104, 4), (8, 112, 4), (12, 116, 2), (20, 118, 2))
     assert joined(pieces).tolist() == [[0, 100, 8], [8, 112, 6], [20, 118, 2]]
     assert joined(runs_of()).tolist() == []
+
+
+# ---- Without a library ----
+
+
+class ScriptedHelper:
+    """A helper process of which a test decides what its moves do."""
+
+    def __init__(self, defaults: dict[str, str]) -> None:
+        self.pid = 0
+        self.has_ended = threading.Event()
+        self.moves: list[np.ndarray] = []
+        self.on_move: Callable[[], None] = lambda: None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.has_ended.is_set()
+
+    def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
+        return ServedMemory(b"agent", tuple((0, region.num_bytes) for region in message.regions))
+
+    def move(self, operation: Operation, runs: np.ndarray) -> None:
+        self.moves.append(runs)
+        self.on_move()
+
+    def wait_for_end(self) -> str:
+        self.has_ended.wait()
+        return "was killed"
+
+    def kill(self) -> None:
+        self.has_ended.set()
+
+    def end(self) -> None:
+        self.kill()
+
+
+class ScriptedPair:
+    """A reader that is connected to a peer, both in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.helpers: list[ScriptedHelper] = []
+        monkeypatch.setattr(agent_transport, "HelperProcess", self._make_helper)
+        self.near, self.far = create_memory(64), create_memory(64)
+        self.reader, self.peer = endpoint("nixl", self.near), endpoint("nixl", self.far)
+        self.name = self.reader.connect(self.peer.descriptor())
+        _, self.serving, self.helper = self.helpers
+
+    def _make_helper(self, defaults: dict[str, str]) -> ScriptedHelper:
+        self.helpers.append(ScriptedHelper(defaults))
+        return self.helpers[-1]
+
+    def read(self) -> TransferHandle:
+        return self.reader.submit(Operation.READ, self.name, runs_of((0, 0, 64)))
+
+    def settled(self, handle: TransferHandle) -> TransferState:
+        wait_until(lambda: self.reader.poll(handle).is_settled, "the transfer settles")
+        return self.reader.poll(handle)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedPair]:
+    pair = ScriptedPair(monkeypatch)
+    try:
+        yield pair
+    finally:
+        pair.reader.close()
+        pair.peer.close()
+
+
+def test_bytes_that_a_helper_reports_after_its_peers_agent_has_ended_are_not_used(
+    scripted: ScriptedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that watches the peer is late to give it up, so nothing else ends the transfer."""
+    (peer,), has_settled = scripted.reader._peers.values(), threading.Event()
+    lose, drivers = AgentTransport._lose, list[threading.Thread]()
+
+    def lose_late(self: AgentTransport, lost: Any) -> None:
+        if lost is peer and threading.current_thread() not in drivers:
+            assert has_settled.wait(WAIT_SECONDS)
+        lose(self, lost)
+
+    def end_peer() -> None:
+        drivers.append(threading.current_thread())
+        scripted.serving.kill()
+        assert peer.has_left.wait(WAIT_SECONDS)
+
+    monkeypatch.setattr(AgentTransport, "_lose", lose_late)
+    scripted.helper.on_move = end_peer
+    handle = scripted.read()
+    try:
+        assert scripted.settled(handle) is TransferState.FAILED_SETTLED
+    finally:
+        has_settled.set()
+
+
+def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper, ends = scripted.helper, list[tuple[bool, TransferState]]()
+
+    def move_until_killed() -> None:
+        helper.has_ended.wait(WAIT_SECONDS)
+        raise PeerError("a helper process has ended")
+
+    def end() -> None:
+        ends.append((helper.is_running, scripted.reader.poll(running)))
+        helper.kill()
+
+    helper.on_move = move_until_killed
+    monkeypatch.setattr(helper, "end", end)
+    running, queued = scripted.read(), scripted.read()
+    wait_until(lambda: helper.moves, "the read begins")
+    scripted.reader.disconnect(scripted.name)
+    assert scripted.reader.poll(queued) is TransferState.FAILED_SETTLED
+    assert scripted.settled(running) is TransferState.FAILED_SETTLED
+    assert ends == [(False, TransferState.FAILED_UNSETTLED)], "it was killed before"
+    assert len(helper.moves) == 1
+    with pytest.raises(PeerError, match="not connected"):
+        scripted.read()
+
+
+def test_transfers_outside_of_the_memory_or_beyond_the_limit_are_refused(
+    scripted: ScriptedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted.reader, "_limits", SocketLimits(max_runs=2))
+    for runs, reason in (
+        (runs_of((8, 0, 64)), "local memory"),
+        (runs_of((0, 8, 64)), "peer's memory"),
+        (runs_of((0, 0, 1), (1, 1, 1), (2, 2, 1)), "the limit is 2"),
+    ):
+        with pytest.raises(PeerError, match=reason):
+            scripted.reader.submit(Operation.READ, scripted.name, runs)
+    handle = scripted.reader.submit(Operation.READ, scripted.name, runs_of((0, 0, 32), (32, 32, 32)))
+    assert scripted.settled(handle) is TransferState.DONE
+    assert len(scripted.helper.moves) == 1
+
+
+def test_descriptors_of_another_library_or_another_life_are_refused(scripted: ScriptedPair) -> None:
+    address = decode(AgentAddress, scripted.peer.descriptor())
+    for changes, reason in (({"library": "mooncake"}, "uses the mooncake"), ({"epoch": b"x" * 16}, "been restarted")):
+        with pytest.raises(PeerError, match=reason):
+            scripted.reader.connect(encode(msgspec.structs.replace(address, **changes)))
+    assert len(scripted.helpers) == 3, "no helper was started for them"

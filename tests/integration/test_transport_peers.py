@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from penstock.kv_transfer.authentication import Authentication
+from penstock.kv_transfer.transports import shared_memory
 from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferHandle, TransferState
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.socket_protocol import (
@@ -416,6 +420,30 @@ def test_a_disconnected_peer_leaves_no_thread_and_no_descriptor(make: Callable[[
 def resources() -> tuple[int, int]:
     """Returns the number of threads and of descriptors of this process."""
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def test_shared_memory_is_only_for_processes_of_the_same_user_and_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connection_of(user: int) -> Any:
+        return Mock(getsockopt=Mock(return_value=struct.pack("3i", 1, user, user)))
+
+    own = os.geteuid()
+    for user in (own, 0):
+        shared_memory._check_user(connection_of(user))
+    with pytest.raises(PeerError, match="must run as the same user"):
+        shared_memory._check_user(connection_of(own + 1))
+    left, right, checks = SharedMemoryTransport([]), SharedMemoryTransport([]), threading.Semaphore(0)
+
+    def refuse(_connection: object) -> None:
+        checks.release()
+        raise PeerError("another user")
+
+    monkeypatch.setattr(shared_memory, "_check_user", refuse)
+    with pytest.raises(PeerError, match="another user"):
+        left.connect(right.descriptor())
+    for _side in range(2):
+        assert checks.acquire(timeout=10), "both sides check"
+    right.close()
+    left.close()
 
 
 def test_shared_memory_that_is_smaller_than_described_is_refused() -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -176,6 +176,28 @@ def test_a_peer_that_is_killed_during_a_copy_of_shared_memory(
         assert before.is_unchanged()
         with pytest.raises(PeerError, match="not connected"):
             pair.left.submit(operation, pair.peer, pair.whole)
+
+
+def test_bytes_of_shared_memory_whose_owner_has_died_meanwhile_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches the peer is late to notice it, so nothing else ends the transfer."""
+    has_settled, watch = threading.Event(), shared_memory.SharedMemoryTransport._watch
+
+    def watch_late(self: shared_memory.SharedMemoryTransport, peer: Any) -> None:
+        assert has_settled.wait(30)
+        watch(self, peer)
+
+    def copy_and_kill(runs: np.ndarray) -> Iterator[None]:
+        yield from copy_in_pieces(runs)
+        pair.right.end()
+
+    monkeypatch.setattr(shared_memory.SharedMemoryTransport, "_watch", watch_late)
+    monkeypatch.setattr(shared_memory, "copy_in_pieces", copy_and_kill)
+    with pair_of("shared_memory") as pair:
+        try:
+            handle = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+            assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
+        finally:
+            has_settled.set()
 
 
 def test_nothing_lands_when_a_stopped_peer_continues_after_it_was_given_up() -> None:

@@ -44,6 +44,7 @@ class FakeTier:
         self.max_jobs = max_jobs
         self.bytes: dict[OffloadKey, tuple[bytes, bytes | None]] = {}
         self.touched: list[OffloadKey] = []
+        self.wait: Callable[[float], None] = lambda seconds: None
         self._region = region
         self._jobs: list[tuple[int, int, TransferJob]] = []
         self._generation = 0

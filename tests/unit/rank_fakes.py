@@ -89,7 +89,7 @@ def make_facts(
     return facts
 
 
-def make_engine_config(**given: int) -> EngineConfig:
+def make_engine_config(**given: int | str) -> EngineConfig:
     """Returns the configuration of the built-in model; planning uses only its limits."""
     args = {"device": "cpu", "max_model_len": 64, "max_num_batched_tokens": 64, **given}
     return make_config(EngineArgs(**args))  # pyright: ignore[reportArgumentType]

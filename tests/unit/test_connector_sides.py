@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 import msgspec
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from penstock.config.kv_transfer import parse_kv_transfer_config
 from penstock.kv_transfer.abilities import Abilities
-from penstock.kv_transfer.connector import NO_MATCH, Match
+from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.example import ExampleConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
-from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiScheduler
+from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.offload.messages import OffloadSetup
-from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.kv_transfer.p2p import connector as p2p_connector
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_layout import MemoryRegion
-from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId, TransferStatus
+from penstock.messages.kv_transfer import (
+    NO_OUTPUT,
+    ConnectorSetup,
+    HandshakePayload,
+    KVConnectorOutput,
+    ShardId,
+    TransferReport,
+    TransferStatus,
+)
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
@@ -66,6 +78,7 @@ def test_a_worker_in_another_process_maps_the_memory_of_the_tier(tmp_path: Path)
 import sys
 import msgspec
 from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.kv_transfer.p2p import connector as p2p_connector
 from penstock.kv_transfer.offload.region import OffloadRegion
 setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=OffloadSetup)
 region = OffloadRegion.attach(setup.memory, setup.chunk_bytes)
@@ -215,29 +228,112 @@ def test_handshakes_reach_every_child() -> None:
 
 
 class Vanishing(NullSchedulerConnector):
-    """Has 4 tokens for every request while `has_it` is true."""
+    """Has `match` for every request."""
 
-    def __init__(self, has_it: bool) -> None:
-        self.has_it = has_it
+    def __init__(self, match: Match) -> None:
+        self.match = match
         self.begun: list[str] = []
 
     def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Match:
-        return Match(4) if self.has_it else NO_MATCH
+        return self.match
 
     def update_state_after_alloc(self, request: Any, transfer_id: str, *_: object) -> None:
         self.begun.append(transfer_id)
 
 
 def test_the_chosen_child_is_remembered_until_allocation() -> None:
-    children = {"first": Vanishing(False), "second": Vanishing(True), "third": Vanishing(True)}
+    children = {"first": Vanishing(NO_MATCH), "second": Vanishing(Match(4)), "third": Vanishing(Match(4))}
     multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
     assert multi.get_num_new_matched_tokens(request, 0) == multi.get_num_new_matched_tokens(request, 0) == Match(4)
-    children["first"].has_it, children["second"].has_it = True, False
+    children["first"].match, children["second"].match = Match(4), NO_MATCH
     multi.update_state_after_alloc(request, "r/load-1", ((1,),), 0, 4)
     assert [child.begun for child in children.values()] == [[], ["r/load-1"], []]
     multi.get_num_new_matched_tokens(request, 0)
     multi.request_finished(request, (), FinishReason.LENGTH)
     assert not multi._chosen
+    multi.get_num_new_matched_tokens(request, 0)
+    for child in children.values():
+        child.match = NO_MATCH
+    assert multi.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    assert not multi._chosen, "a child that has lost its match does not load"
+
+
+def test_a_child_that_is_looking_is_waited_for() -> None:
+    children = {"first": Vanishing(PENDING), "second": Vanishing(Match(4))}
+    multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
+    assert multi.get_num_new_matched_tokens(request, 0) == PENDING
+    children["first"].match = Match(8)
+    assert multi.get_num_new_matched_tokens(request, 0) == Match(8)
+
+
+# ---- Calls that reach every child ----
+
+
+def test_the_scheduler_side_reaches_every_child() -> None:
+    children = {name: Mock() for name in ("first", "second", "third")}
+    multi = MultiScheduler(cast(Any, children))
+    for busy in (("second",), ("first", "third"), ()):
+        for name, child in children.items():
+            child.has_pending_work = name in busy
+            child.wait.reset_mock()
+        assert multi.has_pending_work == bool(busy)
+        multi.wait(3.0)
+        waiting = busy or tuple(children)
+        expected = [[call(3.0 / len(waiting))] if name in waiting else [] for name in children]
+        assert [child.wait.mock_calls for child in children.values()] == expected, "they share the time"
+    for answers in ((True, False, True), (False, True, True), (True, True, True)):
+        for child, answer in zip(children.values(), answers, strict=True):
+            child.reset_cache.return_value = answer
+        assert multi.reset_cache() == all(answers)
+    multi.check_integrity()
+    multi.shutdown()
+    for child in children.values():
+        assert child.reset_cache.call_count == 3
+        child.check_integrity.assert_called_once_with()
+        child.shutdown.assert_called_once_with()
+
+
+def test_the_worker_side_reaches_every_child() -> None:
+    children = {name: Mock(get_finished=Mock(return_value=NO_OUTPUT)) for name in ("first", "second")}
+    worker, metadata = MultiWorker(cast(Any, children)), {name: object() for name in children}
+    worker.register_kv_caches(view := cast(Any, object()))
+    worker.begin_step(MultiMetadata(cast(Any, metadata)))
+    worker.start_load_kv()
+    worker.layer_hooks.wait_for_layer_load("layer")
+    worker.layer_hooks.save_kv_layer("layer")
+    worker.get_finished(frozenset({"r"}))
+    worker.wait_for_save()
+    worker.end_step()
+    worker.shutdown()
+    for name, child in children.items():
+        assert child.mock_calls == [
+            call.register_kv_caches(view),
+            call.begin_step(metadata[name]),
+            call.start_load_kv(),
+            call.layer_hooks.wait_for_layer_load("layer"),
+            call.layer_hooks.save_kv_layer("layer"),
+            call.get_finished(frozenset({"r"})),
+            call.wait_for_save(),
+            call.end_step(),
+            call.shutdown(),
+        ]
+
+
+def test_children_may_use_the_same_transfer_ids() -> None:
+    reports = {
+        name: TransferReport("same", (0, 0), status)
+        for name, status in (("first", TransferStatus.DONE), ("second", TransferStatus.FAILED))
+    }
+    workers = {name: Mock(get_finished=Mock(return_value=KVConnectorOutput((each,)))) for name, each in reports.items()}
+    output = MultiWorker(cast(Any, workers)).get_finished(frozenset())
+    strange = (
+        TransferReport("same", (0, 0), TransferStatus.DONE),
+        TransferReport("third\nsame", (0, 0), TransferStatus.DONE),
+    )
+    children = {name: Mock(update_connector_output=Mock(return_value=())) for name in reports}
+    MultiScheduler(cast(Any, children)).update_connector_output(KVConnectorOutput((*output.reports, *strange)))
+    for name, child in children.items():
+        child.update_connector_output.assert_called_once_with(KVConnectorOutput((reports[name],)))
 
 
 @pytest.fixture
@@ -270,6 +366,161 @@ def test_a_file_that_vanishes_after_its_match_is_a_failed_load(example: tuple[An
     (ended,) = scheduler.update_connector_output(output)
     assert [(bad.start, bad.end) for bad in ended.bad_ranges] == [(4, 8)]
     scheduler.check_integrity()
+
+
+def load(example: tuple[Any, Any], step: int) -> TransferReport:
+    """Loads both blocks; returns the rank's report."""
+    scheduler, worker = example
+    scheduler.update_state_after_alloc(REQUEST, f"r/load-{step}", ((3, 4),), 0, 8)
+    worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=step)))
+    worker.start_load_kv()
+    output = worker.get_finished(frozenset())
+    worker.end_step()
+    assert len(scheduler.update_connector_output(output)) == 1
+    return output.reports[0]
+
+
+def test_a_failed_load_does_not_affect_the_next_one(example: tuple[Any, Any], tmp_path: Path) -> None:
+    for path in tmp_path.rglob("*.safetensors"):
+        path.rename(path.with_suffix(".away"))
+    assert load(example, 2).status is TransferStatus.FAILED
+    for path in tmp_path.rglob("*.away"):
+        path.rename(path.with_suffix(".safetensors"))
+    assert load(example, 3).status is TransferStatus.DONE
+
+
+def test_a_file_with_other_layers_is_a_failed_load(example: tuple[Any, Any], tmp_path: Path) -> None:
+    for path in tmp_path.rglob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({f"other.{name}": each for name, each in tensors.items()}, path)
+    report = load(example, 2)
+    assert report.status is TransferStatus.FAILED
+    assert [(bad.start, bad.end) for bad in report.bad_ranges] == [(0, 4), (4, 8)]
+
+
+def test_a_file_becomes_visible_when_it_is_complete(
+    example: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it has another name, and no file remains if it cannot be completed."""
+    scheduler, worker = example
+    before = set(tmp_path.rglob("*.safetensors"))
+    sizes = {path.stat().st_size for path in before}
+
+    def fail(source: str, target: Path) -> None:
+        assert not target.exists()
+        assert {Path(source).stat().st_size} == sizes
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    other: Any = SimpleNamespace(request_id="other", block_hashes=[b"c" * 32], num_tokens=5)
+    scheduler.on_blocks_complete(other, ((5,),), 0, 1)
+    worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=2)))
+    worker.end_step()
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert scheduler.get_num_new_matched_tokens(other, 0) == NO_MATCH
+
+
+def test_blocks_without_kv_are_not_saved(example: tuple[Any, Any]) -> None:
+    scheduler, _ = example
+    other: Any = SimpleNamespace(request_id="other", block_hashes=[b"c" * 32, b"d" * 32], num_tokens=9)
+    scheduler.on_blocks_complete(other, ((NULL_BLOCK, 5),), 0, 2)
+    assert scheduler.build_connector_meta(SchedulerOutput(step=2)).saves == ((5, (b"d" * 32).hex()),)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 8),
+        ({"fingerprint": b"g" * 16}, 0),
+        ({"shards": frozenset({(0, 0), (0, 1)})}, 0),
+        ({"shards": frozenset({(0, 0), (1, 0)})}, 0),
+    ],
+)
+def test_engines_share_files_if_weights_and_ranks_are_the_same(
+    changes: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    given = context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    scheduler = make_scheduler_connector(msgspec.structs.replace(given, **changes))
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
+
+
+def test_a_block_is_found_when_every_rank_has_saved_its_part(tmp_path: Path) -> None:
+    shards = frozenset({(0, 0), (0, 1)})
+    extra = {"shared_storage_path": str(tmp_path)}
+    given = context(shards, kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    scheduler = make_scheduler_connector(given)
+    scheduler.on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
+    metadata = scheduler.build_connector_meta(SchedulerOutput(step=1))
+    for shard, expected in (((0, 1), 0), ((0, 0), 8)):
+        worker = make_worker_connector(given, shard, None)
+        worker.register_kv_caches(OracleMemory(CACHE, shard, range(shard[1], shard[1] + 1)))
+        worker.begin_step(metadata)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
+    alone = make_scheduler_connector(context(kv_connector="ExampleConnector", kv_connector_extra_config=extra))
+    assert alone.get_num_new_matched_tokens(REQUEST, 0) == NO_MATCH, "a single rank has more heads than either of them"
+
+
+def test_layers_that_the_model_does_not_run_are_loaded_at_once(tmp_path: Path) -> None:
+    """No hook is called for the layers of a drafter."""
+    cache = cache_config(make_layers((0,), 1, has_drafter=True), 8, 4, num_heads=2)
+    extra = {"shared_storage_path": str(tmp_path)}
+    given = context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    pair = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
+    memory = OracleMemory(cache, (0, 0), range(2))
+    content = memoryview(bytes(range(memory.stride)))
+    memory.write_layer("draft.0", 1, content)
+    pair[1].register_kv_caches(memory)
+    pair[0].on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
+    pair[1].begin_step(pair[0].build_connector_meta(SchedulerOutput(step=1)))
+    pair[1].end_step()
+    assert load(pair, 2).status is TransferStatus.DONE
+    memory.read_layer("draft.0", 3, memoryview(found := bytearray(memory.stride)))
+    assert found == content
+
+
+@pytest.mark.parametrize("windows", [(4,), (0, 8)])
+def test_the_example_refuses_sliding_windows(windows: tuple[int, ...], tmp_path: Path) -> None:
+    cache = cache_config(make_layers(windows, 1, has_drafter=False), 8, 4, num_heads=2)
+    extra = {"shared_storage_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="without sliding windows"):
+        make_scheduler_connector(context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra))
+
+
+# ---- Options of the P2PConnector ----
+
+
+def p2p(**options: Any) -> ConnectorContext:
+    return context(kv_connector="P2PConnector", kv_port=0, kv_load_timeout=5.0, kv_connector_extra_config=options)
+
+
+@pytest.mark.parametrize("is_attested", [True, False])
+def test_options_reach_the_parts_of_the_p2p_connector(is_attested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: Mock(wraps=getattr(p2p_connector, name)) for name in ("Producer", "Consumer", "Exchange")}
+    for name, part in made.items():
+        monkeypatch.setattr(p2p_connector, name, part)
+    given = {} if is_attested else {"attestation": "off"}
+    make_scheduler_connector(p2p(hold_seconds=7, lease_seconds=3, **given)).shutdown()
+    rules, settings = made["Producer"].call_args.args[2], made["Exchange"].call_args.args[0]
+    assert (rules.hold_seconds, rules.lease_seconds, rules.park_seconds) == (7, 3, 5.0)
+    assert made["Consumer"].call_args.args[0] == 4.0, "a load settles before its request loses the blocks"
+    assert (rules.is_attested, settings.requires_digests, settings.ignored) == (is_attested, is_attested, frozenset())
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
+def test_other_engines_need_a_name_for_memory_that_they_map(transport: str) -> None:
+    given = p2p(transport=transport)
+    part = make_scheduler_connector(given)
+    worker = make_worker_connector(given, (0, 0), Abilities(part).worker_setup())
+    assert worker.needs_shared_memory == (transport == "shared_memory")
+    part.shutdown()
+
+
+@pytest.mark.parametrize("option", ["hold_seconds", "lease_seconds"])
+@pytest.mark.parametrize("value", [0, -1, 86401, True, "1", float("nan")])
+def test_durations_are_checked(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{option} of P2PConnector must be seconds above 0"):
+        make_scheduler_connector(p2p(**{option: value}))
 
 
 # ---- Layouts ----

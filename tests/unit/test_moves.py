@@ -81,6 +81,45 @@ def test_a_connection_that_is_needed_again_meanwhile_stays() -> None:
     assert here.peers == {dialler.find(there.descriptor())}
 
 
+def test_a_connection_that_could_not_be_made_is_made_again() -> None:
+    fabric = MemoryFabric(ManualClock())
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    failed: Future[PeerId] = Future()
+    failed.set_exception(PeerError("nobody answers"))
+    made: Future[PeerId] = Future()
+    made.set_result(here.connect(there.descriptor()))
+    attempts = iter([failed, made])
+    dialler = Dialler(here, lambda connect: next(attempts))
+    with pytest.raises(PeerError, match="nobody answers"):
+        dialler.find(there.descriptor())
+    assert dialler.find(there.descriptor()) == there.peer_id
+
+
+def test_a_connection_that_fails_when_it_is_no_longer_needed_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    fabric, failing = MemoryFabric(ManualClock()), Future[PeerId]()
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    dialler = Dialler(here, lambda connect: failing)
+    assert dialler.find(there.descriptor()) is None
+    dialler.disconnect(there.descriptor())
+    failing.set_exception(PeerError("nobody answers"))
+    assert not caplog.records
+
+
+def test_a_connection_that_is_being_made_again_outlives_the_earlier_one() -> None:
+    fabric, later = MemoryFabric(ManualClock()), Later()
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    dialler = Dialler(here, later)
+    dialler.find(there.descriptor())
+    later.run()
+    assert dialler.find(there.descriptor()) == there.peer_id
+    dialler.forget(there.descriptor())
+    assert dialler.find(there.descriptor()) is None
+    dialler.hang_up(there.peer_id)
+    later.run()
+    assert dialler.find(there.descriptor()) == there.peer_id
+    assert here.peers == {there.peer_id}
+
+
 class Rig:
     """A rank that reads from the two ranks of another engine."""
 
@@ -89,7 +128,8 @@ class Rig:
         theirs = layouts_of((1, 2, None))
         self.clock = ManualClock()
         self.fault = Fault()
-        fabric = MemoryFabric(self.clock, lambda _operation, _size: self.fault)
+        self.next_faults: list[Fault] = []
+        fabric = MemoryFabric(self.clock, lambda *_: self.next_faults.pop(0) if self.next_faults else self.fault)
         self.here = fabric.endpoint("here")
         self.here.register([memory_of(layout).data])
         self.slices = sources(layout, theirs, shard)
@@ -176,3 +216,13 @@ def test_connections_that_were_ended_here_do_not_count_as_failures() -> None:
     rig.mover.give_up(rig.read("first", Fault(FaultKind.DROP)))
     move = rig.read("second")
     assert (move.parts, move.retried) == ({}, set())
+
+
+def test_a_move_ends_with_the_first_of_its_transfers_that_fails() -> None:
+    rig = Rig()
+    rig.next_faults = [Fault(FaultKind.DIE, delay=1.0), Fault(FaultKind.DROP)]
+    move = rig.read("first")
+    rig.clock.advance(2.0)
+    rig.mover.advance(move)
+    assert move.has_failed
+    assert rig.mover.advance(move) == [TransferState.FAILED_SETTLED] * 2, "the other would not have ended"

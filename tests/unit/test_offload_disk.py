@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -236,6 +237,83 @@ def test_a_touched_prompt_loses_its_tail_first(tmp_path: Path) -> None:
     disk.tier.touch([make_key(1), make_key(2), make_key(3)])
     disk.store(4)
     assert disk.present([1, 2, 3]) == [1, 2]
+
+
+def test_a_file_with_more_bytes_than_were_written_is_not_loaded(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1)
+    with file_of(tmp_path, 1).open("ab") as file:
+        file.write(b"more")
+    assert disk.load([1]) == set()
+    assert files(tmp_path) == []
+
+
+def test_a_chunk_that_is_stored_again_is_used_again(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_files=2)
+    for number in (1, 2, 1, 3):
+        assert disk.store(number) == keys(number)
+    assert disk.present([1, 2, 3]) == [1, 3]
+
+
+def test_a_victim_that_could_not_be_deleted_is_the_next_one(tmp_path: Path, monkeypatch) -> None:
+    disk = Disk(tmp_path, num_files=3)
+    for number in (1, 2, 3):
+        disk.store(number)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "unlink", refuse)
+        disk.store(4)
+    disk.store(4)
+    assert disk.present([1, 2, 3, 4]) == [2, 3, 4]
+
+
+def test_a_file_gets_its_name_after_its_bytes_are_on_the_medium(tmp_path: Path, monkeypatch) -> None:
+    calls: list[tuple[str, object]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flush(descriptor: int) -> None:
+        calls.append(("fsync", os.fstat(descriptor).st_ino))
+        assert os.fstat(descriptor).st_size == FILE
+        fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        calls.append(("replace", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(chunk_file.os, "fsync", flush)
+    monkeypatch.setattr(chunk_file.os, "replace", rename)
+    Disk(tmp_path).store(1)
+    number = file_of(tmp_path, 1).stat().st_ino
+    assert calls == [("fsync", number), ("replace", number)]
+
+
+def test_shutdown_drops_waiting_stores_and_waits_for_running_ones(tmp_path: Path, monkeypatch) -> None:
+    disk = Disk(tmp_path, num_threads=1)
+    has_begun, goes_on, is_dropped = threading.Event(), threading.Event(), threading.Event()
+    write = chunk_file.ChunkFolder.write
+
+    def write_slowly(*args: object) -> None:
+        has_begun.set()
+        assert goes_on.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(chunk_file.ChunkFolder, "write", write_slowly)
+    disk.submit([make_key(1), make_key(2)], is_promotion=False)
+    assert has_begun.wait(10)
+    *_, waiting = disk.tier._tasks
+    waiting.add_done_callback(lambda _future: is_dropped.set())
+    closing = threading.Thread(target=disk.tier.shutdown)
+    closing.start()
+    assert is_dropped.wait(10)
+    assert waiting.cancelled()
+    closing.join(0.2)
+    assert closing.is_alive(), "a chunk is still being read"
+    goes_on.set()
+    closing.join(10)
+    assert [file.name for file in files(tmp_path)] == [file_of(tmp_path, 1).name]
 
 
 def test_a_file_is_not_evicted_while_it_is_loaded(tmp_path: Path) -> None:

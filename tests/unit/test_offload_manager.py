@@ -305,6 +305,54 @@ def test_storing_a_longer_prompt_refreshes_its_head() -> None:
     )
 
 
+def test_a_prompt_whose_head_is_still_being_written_keeps_it_longer_than_its_tail() -> None:
+    """Another prompt with the same head has begun to store it."""
+    world = World(3)
+    first, second = ([(make_key(number), place) for place, number in enumerate(prompt)] for prompt in ((1,), (1, 2)))
+    assert len(world.manager.prepare_store(first)) == 1
+    assert len(world.manager.prepare_store(second)) == 1
+    for number in (2, 1):
+        world.manager.complete_store(make_key(number), None, success=True)
+    world.manager.poll()
+    world.store(3)
+    world.store(4)
+    assert world.lookups(1, 2) == [HIT, MISS]
+
+
+def test_a_prompt_evicts_none_of_its_own_blocks_to_promote_others() -> None:
+    world = World(2)
+    world.store(1)
+    world.manager.poll()
+    keys = [make_key(number) for number in (1, 2, 3)]
+    world.tier.bytes.update({key: (content(key), None) for key in keys})
+    assert world.manager.promote(keys) == 2
+    assert world.lookups(1, 2, 3) == [HIT, PENDING, MISS]
+
+
+def test_chunks_that_a_tier_has_are_not_stored_there_again() -> None:
+    world = World(1)
+    for number in (1, 2):
+        world.store(number)
+        world.manager.poll()
+    world.store(1)
+    assert not world.tier.has_pending_work()
+    assert world.manager.stats.num_cascaded == 2
+
+
+def test_tiers_share_the_time_to_wait() -> None:
+    region = OffloadRegion(2, CHUNK_BYTES)
+    waits: list[tuple[str, float]] = []
+    tiers = [FakeTier(region, medium=name, num_delays=1) for name in ("STORAGE", "SLOW", "IDLE")]
+    for tier in tiers:
+        tier.wait = lambda seconds, name=tier.medium: waits.append((name, seconds))
+    manager = OffloadingManager(2, LRUPolicy(), tiers)
+    tiers[2].max_jobs = 0
+    manager.prepare_store([(make_key(1), 0)])
+    manager.complete_store(make_key(1), None, success=True)
+    manager.wait(3.0)
+    assert waits == [("STORAGE", 1.5), ("SLOW", 1.5)]
+
+
 def test_evicted_chunks_are_promoted_from_the_tier() -> None:
     world = World(2)
     world.store(1, 2)
@@ -356,6 +404,22 @@ def test_a_corrupted_chunk_is_forgotten_at_once_and_freed_at_the_last_unpin() ->
     assert world.manager.prepare_store([(key, 0)]) == [], "the old chunk is still being read"
     world.manager.complete_load([key])
     assert len(world.manager.prepare_store([(key, 0)])) == 1
+    world.manager.check_integrity()
+
+
+def test_a_chunk_with_bad_bytes_is_not_replaced_while_it_is_being_read() -> None:
+    """Another engine may store the key again in a tier that both use."""
+    world = World(2)
+    world.store(1)
+    world.manager.poll()
+    key = make_key(1)
+    world.manager.prepare_load([key])
+    world.manager.mark_bad(key)
+    world.tier.bytes[key] = (content(key), None)
+    assert world.manager.promote([key]) == 0
+    world.manager.check_integrity()
+    world.manager.complete_load([key])
+    assert world.manager.promote([key]) == 1
     world.manager.check_integrity()
 
 
@@ -458,6 +522,9 @@ def test_the_tiers_are_told_of_uses_from_head_to_tail() -> None:
     keys = [make_key(number) for number in (1, 2, 3)]
     world.manager.complete_load(keys if world.manager.prepare_load(keys) else [])
     assert world.tier.touched == keys
+    world.tier.touched = []
+    world.store(1, 2, 3, 4)
+    assert world.tier.touched == keys, "storing a longer prompt is a use"
 
 
 def test_an_unexpected_completion_is_an_assertion_error() -> None:

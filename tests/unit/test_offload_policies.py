@@ -221,6 +221,26 @@ def test_storing_a_later_tail_refreshes_its_head() -> None:
         assert policy.evict(3, []) == [(0, b"y"), (0, b"x"), (0, b"c")]
 
 
+def test_a_key_that_is_kept_with_a_prompt_becomes_no_older() -> None:
+    for policy in (LRUPolicy(), ARCPolicy(6)):
+        fill(policy, "a")
+        fill(policy, "b")
+        policy.keep_with((0, b"a"), policy.refresh([]))
+        policy.keep_with((0, b"b"), 1)
+        fill(policy, "c")
+        assert policy.evict(3, []) == [(0, b"b"), (0, b"a"), (0, b"c")]
+
+
+def test_arc_forgets_the_oldest_evicted_keys() -> None:
+    policy = ARCPolicy(2)
+    for number in range(9):
+        key = (0, bytes([number]))
+        policy.insert(key, policy.refresh([]), 0)
+        policy.touch([key])
+        assert policy.evict(1, []) == [key]
+        policy.check_integrity()
+
+
 def test_arc_keeps_reused_keys_during_a_scan() -> None:
     policy = ARCPolicy(4)
     fill(policy, "ab")

@@ -5,26 +5,23 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, Prompt
-from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata
+from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.kv_transfer.view import DONE, Parts, Place, Take, Transfer
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
-from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport, TransferStatus
-from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.utils.clock import ManualClock
+from penstock.messages.kv_transfer import TransferReport, TransferStatus
+from penstock.utils.digest import DIGEST_BYTES
 from tests.unit.offload_fakes import make_key
 
 MIB = 1 << 20
@@ -60,8 +57,10 @@ def make_load(name: str, num_blocks: int, first: int = 1, digest: bytes | None =
     return OffloadLoad(name, tuple(blocks))
 
 
-def run_step(worker: OffloadingWorker, *loads: OffloadLoad) -> list[TransferReport]:
-    worker.begin_step(OffloadMetadata((), loads))
+def run_step(
+    worker: OffloadingWorker, *loads: OffloadLoad, stores: tuple[OffloadStore, ...] = ()
+) -> list[TransferReport]:
+    worker.begin_step(OffloadMetadata(stores, loads))
     worker.start_load_kv()
     output = worker.get_finished(frozenset())
     worker.wait_for_save()
@@ -86,7 +85,7 @@ def test_a_bad_block_of_any_step_is_reported_at_the_end() -> None:
     assert run_step(worker, make_load("one", 3, digest=b"x" * 16)) == []
     (report,) = run_step(worker)
     assert report.status is TransferStatus.FAILED
-    assert [bad.start for bad in report.bad_ranges] == [0, 4, 8]
+    assert [(bad.start, bad.end) for bad in report.bad_ranges] == [(0, 4), (4, 8), (8, 12)]
 
 
 def test_a_block_larger_than_the_limit_is_loaded_alone() -> None:
@@ -102,49 +101,95 @@ def test_a_load_to_a_device_takes_one_step() -> None:
     assert len(run_step(make_worker(view, 3 * MIB), make_load("one", 9))) == 1
 
 
+class DeviceView(CountingView):
+    """The cache of a device, whose copies end, or fail, when a test says so."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__(block_bytes, device="cuda")
+        self.is_done = False
+        self.error: Exception | None = None
+        self.num_waits = 0
+
+    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
+        for number in range(len(places)):
+            take(number, [memoryview(bytes([number]) * (self.layout.block_bytes(0)))])
+        return self
+
+    def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
+        super().write_blocks(places, data, take)
+        return self
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def result(self) -> None:
+        self.num_waits += 1
+        if self.error is not None:
+            raise self.error
+
+
+STORE = OffloadStore("store", (StoreBlock(0, 1, 0, is_attested=True), StoreBlock(0, 2, 1, is_attested=False)))
+
+
+def test_copies_of_a_device_are_reported_when_they_have_ended() -> None:
+    view = DeviceView(MIB)
+    worker = make_worker(view, MIB)
+    assert run_step(worker, make_load("load", 2), stores=(STORE,)) == []
+    assert run_step(worker) == []
+    view.is_done = True
+    stored, loaded = run_step(worker)
+    assert (stored.transfer_id, loaded.transfer_id) == ("store", "load")
+    assert [len(each) for each in stored.digests] == [DIGEST_BYTES, 0], "one of the blocks has a digest"
+    assert view.num_waits == 2
+    assert run_step(worker) == []
+
+
+def test_a_copy_of_a_device_that_failed_ends_the_step() -> None:
+    view = DeviceView(MIB)
+    worker = make_worker(view, MIB)
+    run_step(worker, stores=(STORE,))
+    view.is_done, view.error = True, RuntimeError("the device is lost")
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run_step(worker)
+
+
+def test_shutdown_waits_for_copies() -> None:
+    view = DeviceView(MIB)
+    worker = make_worker(view, MIB)
+    run_step(worker, make_load("load", 1), stores=(STORE,))
+    worker.shutdown()
+    assert view.num_waits == 2
+
+
+def test_blocks_are_read_before_the_step_writes_anything() -> None:
+    view = DeviceView(MIB)
+    worker = make_worker(view, MIB)
+    worker.begin_step(OffloadMetadata((STORE,), (make_load("load", 1),)))
+    assert bytes(worker._region.chunk(1)[:4]) == b"\1\1\1\1"
+    assert view.written == []
+
+
+def test_a_rank_without_the_layers_of_a_group_loads_and_stores_nothing_of_it() -> None:
+    spec = KVCacheSpec.keys_and_values(1, MIB // 32, "float32")
+    cache = KVCacheConfig(99, 4, (KVCacheGroup(("a",), spec), KVCacheGroup(("b",), spec)))
+    chunks, view = ChunkFormat(cache), DeviceView(MIB)
+    heads = {(0, 0): {"a": (0, 1)}, (1, 0): {"b": (0, 1)}}
+    worker = OffloadingWorker(OffloadRegion(12, chunks.chunk_bytes), (0, 0), chunks, heads)
+    worker.register_kv_caches(view)
+    store = OffloadStore("store", tuple(StoreBlock(group, 1, group, is_attested=True) for group in range(2)))
+    load = OffloadLoad("load", tuple(LoadBlock(group, 1, group, 0, None) for group in range(2)))
+    view.is_done = True
+    stored, _ = run_step(worker, load, stores=(store,))
+    assert view.written == [(0, 1)]
+    assert stored.digests[0] != stored.digests[1] == bytes(DIGEST_BYTES), "what it lacks adds nothing to the digest"
+
+
 def test_shutdown_drops_loads_that_no_step_has_begun() -> None:
     view = CountingView(3 * MIB)
     worker = make_worker(view, 3 * MIB)
     run_step(worker, make_load("one", 5))
     worker.shutdown()
     assert len(view.written) == 2
-
-
-def make_scheduler(manager: OffloadingManager, policy: OffloadPolicy) -> OffloadingScheduler:
-    cache = KVCacheConfig(1000, 4, (KVCacheGroup(("a",), KVCacheSpec(1, 1, "float32")),))
-    rules = OffloadRules(Attestation.ALL, policy, None)
-    shards = frozenset({(0, 0)})
-    return OffloadingScheduler(cache, shards, OffloadRegion(1, 64), manager, rules, ManualClock(), "epoch")
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"), [(OffloadPolicy.CHUNK_LEVEL, range(3, 10)), (OffloadPolicy.REQUEST_LEVEL, range(10))]
-)
-def test_only_new_blocks_are_offered(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy, expected: range) -> None:
-    """Three blocks are found in the engine's cache, and seven are then computed, one by one."""
-    manager = OffloadingManager(100, LRUPolicy())
-    scheduler = make_scheduler(manager, policy)
-    prepare_store, offered = manager.prepare_store, []
-
-    def recorded(keys: Any, prompt: Prompt) -> Any:
-        offered.append([place for _, place in keys])
-        return prepare_store(keys, prompt)
-
-    monkeypatch.setattr(manager, "prepare_store", recorded)
-    hashes = [make_key(number)[1] for number in range(10)]
-    request: Any = SimpleNamespace(request_id="r", block_hashes=hashes, kv_transfer_params={})
-    scheduler.on_new_request(request)
-    table = [list(range(1, 11))]
-    for end in range(4, 11):
-        scheduler.on_blocks_complete(request, table, end - 1, end)
-        metadata = scheduler.build_connector_meta(SchedulerOutput(step=end))
-        for store in metadata.stores:
-            assert [block.block_id for block in store.blocks] == [place + 1 for place in offered[-1]]
-            done = TransferReport(store.job_id, (0, 0), TransferStatus.DONE, digests=(b"d" * 16,) * len(store.blocks))
-            scheduler.update_connector_output(KVConnectorOutput((done,)))
-    assert [place for each in offered for place in each] == list(expected)
-    assert [len(each) for each in offered[1:]] == [1] * 6
-    scheduler.check_integrity()
 
 
 @pytest.mark.spread(2)

@@ -194,6 +194,22 @@ def test_the_number_of_threads_is_covered_where_it_changes_bits(kernels: str, dt
     assert len(identities) == 1 + matters
 
 
+def test_the_meaning_names_what_differs() -> None:
+    config = make_engine_config(num_gpu_blocks_override=40)
+    facts = facts_of(make_checkpoint(), 2, 2)
+    other = make_checkpoint()
+    other["3.up"][10, 4] += 1
+    _, cache = plan_cache(config, facts)
+    own = meaning(config, cache, facts)
+    for changed, name in (
+        (facts_of(other, 2, 2), "weights"),
+        ([structs.replace(each, arithmetic="avx2") for each in facts], "arithmetic"),
+        ([structs.replace(each, device="cuda") for each in facts], "arithmetic"),
+    ):
+        found = meaning(config, cache, changed)
+        assert [key for key in own if found[key] != own[key]] == [name]
+
+
 def test_ranks_with_another_arithmetic_are_refused() -> None:
     facts = make_facts(2, 2)
     check_arithmetic(facts)

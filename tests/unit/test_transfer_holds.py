@@ -91,6 +91,26 @@ def test_requests_that_reuse_an_id_have_separate_holds() -> None:
     scheduler.check_integrity()
 
 
+def test_blocks_that_several_connectors_hold_are_released_by_the_last() -> None:
+    children = {name: HoldingConnector() for name in ("first", "second", "third")}
+    parts = {**children, "idle": NullSchedulerConnector()}
+    connector, kv = MultiScheduler(parts), make_kv(10)
+    scheduler = Scheduler(CONFIG, kv, None, KVTransfer(connector))
+    scheduler.add_request(make_request("r", 0))
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(sampled_token_ids={"r": (1,)}))
+    scheduler.abort_requests(["r"])
+    (hold_id,) = children["first"].held
+    # The second releases its blocks twice, and blocks that it has never held.
+    for name, released in (("second", [hold_id, hold_id, "unknown"]), ("third", [hold_id]), ("first", [hold_id])):
+        assert kv.pool.num_available < kv.pool.num_usable, name
+        children[name].to_release = released
+        scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput())
+        scheduler.check_integrity()
+    assert kv.pool.num_available == kv.pool.num_usable
+    children["first"].to_release = [hold_id]
+    assert connector.update_connector_output(KVConnectorOutput()) == [], "a late one releases nothing"
+
+
 class LosingConnector(NullSchedulerConnector):
     """Promises every block, and no load ever ends."""
 
