@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from typing import Any, cast
 
 import pytest
 
 from penstock.engine.core_messages import CODEC, Failed
+from penstock.engine.core_process import CoreProcess, _Hangup, _Waker
+from penstock.engine.engine_core import EngineCore
+from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.utils.wire import FrameReader
 from tests.processes import started
 
@@ -19,9 +25,9 @@ from penstock.engine import core_process
 from penstock.utils.errors import EngineDeadError
 
 class BrokenCore:
-    has_work = True
+    patience = 0.0
 
-    def step(self):
+    def step(self, waits):
         raise EngineDeadError("the device is on fire")
 
     def shutdown(self):
@@ -51,3 +57,40 @@ def test_the_reason_is_sent_before_anything_is_freed(shutdown: str, code: int) -
             received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
             assert FrameReader(CODEC).feed(received) == [Failed("the device is on fire", is_config=False)]
             assert process.wait(30) == code
+
+
+class WaitingCore:
+    """A core whose requests all wait for KV of other engines, for a limited time."""
+
+    def __init__(self) -> None:
+        self.patience: float | None = 60.0
+        self.steps = queue.SimpleQueue[float | None]()
+
+    def step(self, *, waits: bool) -> StepReport:
+        assert not waits, "messages of the front end may arrive meanwhile"
+        patience, self.patience = self.patience, None
+        self.steps.put(patience)
+        stats = SchedulerStats(0, 1, 0.0, 0, 0, 0)
+        return StepReport(outputs=(), events=(), num_tokens=0, stats=stats)
+
+    def wake(self) -> None:
+        self.patience = 0.0
+
+
+def test_no_step_is_taken_until_kv_arrives_or_is_overdue() -> None:
+    core, inbox = WaitingCore(), queue.SimpleQueue[Any]()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        running = threading.Thread(target=CoreProcess(cast(EngineCore, core), theirs, inbox).run)
+        running.start()
+        with pytest.raises(queue.Empty):
+            core.steps.get(timeout=0.05)
+        core.wake()
+        _Waker(inbox).wake()
+        assert core.steps.get(timeout=10.0) == 0.0
+        core.patience = 0.05
+        _Waker(inbox).wake()
+        assert core.steps.get(timeout=10.0) == 0.05, "the wait has a limit"
+        inbox.put(_Hangup())
+        running.join(10.0)
+        assert not running.is_alive()

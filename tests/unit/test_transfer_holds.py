@@ -3,7 +3,8 @@ A request that one connector refuses is withdrawn from the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
-from penstock.messages.scheduler_output import BlockIds
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import RequestError
 
@@ -162,3 +163,71 @@ def test_a_request_that_one_connector_refuses_is_withdrawn_from_the_others() -> 
         scheduler.add_request(make_request("r", 0))
     assert not any(child.requests for child in children.values())
     assert not scheduler.has_unfinished_requests
+
+
+class RemoteConnector(NullSchedulerConnector):
+    """Has the KV of every prompt but its last block, which arrives when `arrived` is set."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.loads: list[str] = []
+        self.has_pending_work = False
+
+    def set_waker(self, callback: Callable[[], None]) -> None: ...
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return Match(4 - num_computed_tokens, is_async=True)
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: str, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        self.loads.append(transfer_id)
+
+
+def test_an_engine_whose_requests_all_wait_for_kv_needs_no_step() -> None:
+    clock = ManualClock()
+    connector = RemoteConnector(clock)
+    scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(connector, load_timeout=30.0, clock=clock))
+    assert scheduler.seconds_until_due(clock.now()) is None
+    scheduler.add_request(make_request("waits", 0, 8))
+    assert scheduler.seconds_until_due(clock.now()) == 0.0
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    assert len(connector.loads) == 1
+    clock.advance(10.0)
+    assert scheduler.seconds_until_due(clock.now()) == 20.0
+    scheduler.add_request(make_request("new", 50, 4))
+    assert scheduler.seconds_until_due(clock.now()) == 0.0, "a new request is scheduled at once"
+    scheduler.abort_requests(["new"])
+    connector.has_pending_work = True
+    assert scheduler.seconds_until_due(clock.now()) == 0.0
+    connector.has_pending_work = False
+    clock.advance(25.0)
+    assert scheduler.seconds_until_due(clock.now()) == 0.0, "the load is overdue"
+    assert step_of(scheduler).num_scheduled_tokens == {"waits": 8}
+
+
+def test_a_request_for_which_holds_leave_too_few_blocks_waits_for_the_end_of_one() -> None:
+    """It is not admitted and preempted again in every step."""
+    connector, kv = HoldingConnector(), make_kv(7)
+    config = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=24)
+    scheduler = Scheduler(config, kv, None, KVTransfer(connector))
+    scheduler.add_request(make_request("held", 0, 8))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput(sampled_token_ids={"held": (1,)}))
+    scheduler.abort_requests(["held"])
+    # Nothing of it is found in the cache after a preemption.
+    starves = replace(make_request("starves", 100, 20), sampling_params=SamplingParams(prompt_logprobs=0))
+    scheduler.add_request(starves)
+    for _ in range(10):
+        plan = scheduler.schedule()
+        if plan is not None:
+            scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids={"starves": ()}))
+    assert scheduler.stats().num_preemptions == 1
+    connector.to_release = connector.held[:]
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    assert step_of(scheduler).num_scheduled_tokens == {"starves": 8}
+    scheduler.check_integrity()
+
+
+def step_of(scheduler: Scheduler) -> SchedulerOutput:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan

@@ -85,7 +85,9 @@ class RemoteKV:
         self._num_waiting = 0
         self._num_quarantined = 0
         self._held: set[TransferId] = set()
-        self._starving: dict[Request, int] = {}
+        # The tokens of a request when it was preempted, and how many transfers had ended.
+        self._starving: dict[Request, tuple[int, int]] = {}
+        self._num_ended = 0
         self._asked_since: dict[str, float] = {}
         self.has_news = False
         """Whether the last step's result has ended a load or released blocks."""
@@ -99,6 +101,12 @@ class RemoteKV:
     def num_waiting(self) -> int:
         """Returns the number of requests that hold blocks and wait for their KV."""
         return self._num_waiting
+
+    @property
+    def earliest_deadline(self) -> float:
+        """Returns when the first of the loads that requests wait for is overdue; infinity if there is none."""
+        waiting = (load.deadline for load in self._loads.values() if load.is_async and not load.is_detached)
+        return min(waiting, default=float("inf"))
 
     @property
     def num_holds(self) -> int:
@@ -115,12 +123,15 @@ class RemoteKV:
         self._num_rounds += 1
 
     def has_turn(self, request: Request) -> bool:
-        """Returns whether to look at a waiting request in this round: not while its KV is being loaded.
+        """Returns whether to look at a waiting request in this round: not while its KV is being loaded, or transfers
+        pin the blocks that it needs.
 
         Requests whose match was pending take turns if there are many. The number of turns is a power of two, so that
         each of them has its turn in time even while the number changes.
         """
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            return False
+        if (self._loads or self._held) and self._starving.get(request) == (request.num_tokens, self._num_ended):
             return False
         num_turns = 1 << (len(self._asked_since) // _MAX_PENDING).bit_length()
         is_turn = (self._num_rounds + request.arrival_index) % num_turns == 0
@@ -166,19 +177,19 @@ class RemoteKV:
         return self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
 
     def on_starved(self, request: Request) -> None:
-        """Called when a request was preempted although it ran alone, because loads pinned the blocks that it needed.
+        """Called when a request was preempted although it ran alone, because transfers pinned the blocks it needed.
 
-        Until the request has gained a token, no other load begins.
+        Until the request has gained a token, no other load begins; it is looked at again when a transfer has ended.
         """
-        if self._loads:
-            self._starving[request] = request.num_tokens
+        if self._loads or self._held:
+            self._starving[request] = request.num_tokens, self._num_ended
 
     @property
     def _is_someone_starving(self) -> bool:
         if self._starving:
             self._starving = {
-                request: num_tokens
-                for request, num_tokens in self._starving.items()
+                request: (num_tokens, num_ended)
+                for request, (num_tokens, num_ended) in self._starving.items()
                 if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
             }
         return bool(self._starving)
@@ -224,6 +235,7 @@ class RemoteKV:
         load = self._loads.pop(event.transfer_id, None)
         if load is None:
             return None
+        self._num_ended += 1
         self._num_failed += bool(event.bad_ranges)
         if load.is_async:
             self._kv.unpin(event.transfer_id)
@@ -257,6 +269,7 @@ class RemoteKV:
     def _on_released(self, event: Released) -> None:
         """Releases blocks that are no longer read. A repeated or unknown release has no effect."""
         if event.transfer_id in self._held:
+            self._num_ended += 1
             self._held.remove(event.transfer_id)
             self._kv.unpin(event.transfer_id)
 

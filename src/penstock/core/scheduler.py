@@ -127,6 +127,19 @@ class Scheduler:
         """Returns whether there is any reason to schedule a step."""
         return self.has_unfinished_requests or self.has_rows_to_free or self.has_transfers
 
+    def seconds_until_due(self, now: float) -> float | None:
+        """Returns how long all requests only wait for KV that other engines send, unless a transfer ends earlier.
+
+        Returns 0 if a step may do something at once, and None if there is nothing to do until a call.
+        """
+        if self.has_transfers:
+            return 0.0
+        if not self._requests:
+            return None
+        if self._remote.num_waiting < len(self._requests) or not self._connector_abilities.takes_waker:
+            return 0.0
+        return max(0.0, self._remote.earliest_deadline - now)
+
     def wait(self, grammar_seconds: float, transfer_seconds: float) -> None:
         """Waits until a grammar is compiled or KV is loaded, so that the next step can compute something.
 

@@ -83,10 +83,10 @@ class CoreProcess:
     def run(self) -> None:
         """Serves until the front end disconnects. Raises EngineDeadError if the core fails."""
         while self._take_messages():
-            if self._core.has_work or self._core.has_transfers:
-                report = self._core.step()
+            if self._core.patience is not None:
+                report = self._core.step(waits=False)
                 # The last step before the engine idles reports the KV connector's latest counts.
-                is_last = not (self._core.has_work or self._core.has_transfers)
+                is_last = self._core.patience != 0
                 if report.num_tokens or report.outputs or report.events or report.kv_events or is_last:
                     self._send(report)
 
@@ -94,8 +94,11 @@ class CoreProcess:
         """Handles received messages, waiting only if there is nothing else to do; returns False at the end of the
         stream.
         """
-        while not ((self._core.has_work or self._core.has_transfers) and self._inbox.empty()):
-            message = self._inbox.get()
+        while (patience := self._core.patience) != 0 or not self._inbox.empty():
+            try:
+                message = self._inbox.get(timeout=patience)
+            except queue.Empty:
+                return True
             if isinstance(message, _Hangup):
                 return False
             self._handle(message)

@@ -73,6 +73,15 @@ class EngineCore:
         return self._failure is None and bool(self._in_flight or self._scheduler.has_unfinished_requests)
 
     @property
+    def patience(self) -> float | None:
+        """How many seconds `step` has nothing to do unless the connector calls its waker: 0 if a step can do something
+        at once, None if there is no request either, or the engine is dead.
+        """
+        if self._failure is not None:
+            return None
+        return 0.0 if self._in_flight else self._scheduler.seconds_until_due(self._clock.now())
+
+    @property
     def num_in_flight(self) -> int:
         """Launched steps whose results have not been applied."""
         return len(self._in_flight)
@@ -108,15 +117,18 @@ class EngineCore:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._scheduler.block_map(max_cells)
 
-    def step(self) -> StepReport:
+    def step(self, *, waits: bool = True) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.
+
+        If all requests wait for KV of other engines, it returns when some has arrived or is overdue; without `waits`
+        at once, for a caller that sleeps for `patience` and also has other events to wait for.
 
         Raises EngineDeadError, now and from then on, if a worker or the scheduler fails.
         """
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
         with self._failing():
-            return self._step()
+            return self._step(waits)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -129,7 +141,7 @@ class EngineCore:
             what = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
             raise EngineDeadError(f"the engine core failed: {what}") from error
 
-    def _step(self) -> StepReport:
+    def _step(self, waits: bool) -> StepReport:
         processed: list[_Processed] = []
         while len(self._in_flight) < self._max_num_in_flight and self._scheduler.needs_step:
             plan = self._scheduler.schedule()
@@ -148,7 +160,7 @@ class EngineCore:
         self._publish_kv_events()
         if self._debug:
             self.check_integrity()
-        return self._make_report(processed)
+        return self._make_report(processed, waits)
 
     def _process_oldest(self) -> _Processed:
         """Waits for the oldest step in flight and applies its result."""
@@ -163,11 +175,11 @@ class EngineCore:
             if self._reports_kv_events:
                 self._unreported_kv_events += events
 
-    def _make_report(self, processed: list[_Processed]) -> StepReport:
+    def _make_report(self, processed: list[_Processed], waits: bool) -> StepReport:
         num_tokens = sum(count for count, _ in processed)
-        if not num_tokens and not self._in_flight and self._scheduler.needs_step:
+        if not num_tokens and not self._in_flight and self._scheduler.needs_step and (waits or self.patience == 0):
             # Nothing could run: leave the processor to the work that the requests wait for.
-            self._scheduler.wait(_GRAMMAR_SECONDS, _TRANSFER_SECONDS)
+            self._scheduler.wait(_GRAMMAR_SECONDS, self.patience or _TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
         return self._report(outputs, events, num_tokens)

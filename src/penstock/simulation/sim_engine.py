@@ -162,6 +162,11 @@ class SimEngine:
         return self.core.has_work or self.core.has_rows_to_free or self.core.has_transfers
 
     @property
+    def needs_step(self) -> bool:
+        """Whether a step can do something now."""
+        return self.core.patience == 0 or self.core.has_rows_to_free
+
+    @property
     def is_idle(self) -> bool:
         """Whether there are no requests and no messages for the workers: only transfers could need a step."""
         return not (self.core.has_work or self.core.has_rows_to_free)

@@ -107,7 +107,7 @@ class World:
         for name in names:
             # An engine may be slower than the others.
             engine = self._engines[name]
-            if engine.has_work and not self._backing.is_stopped(name) and self._rng.random() < 0.9:
+            if engine.needs_step and not self._backing.is_stopped(name) and self._rng.random() < 0.9:
                 if engine.is_idle and not self._backing.has_news(name):
                     raise ViolationError(f"{name} requests a step although it has nothing to do")
                 self._step(engine, tick)
