@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -23,6 +24,7 @@ from penstock.utils.hosts import canonical_host, is_host, is_ip_address
 
 _KEY_BYTES = 32
 _MIN_KEY_BYTES = 16
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 def is_loopback(host: str) -> bool:
@@ -109,8 +111,8 @@ def _is_locked(path: Path) -> bool:
     """Returns whether a living process has announced this address."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
+    except (OSError, ValueError):
+        return False  # ValueError: an address that no path can spell, and so no process has announced
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -145,7 +147,7 @@ def _parse(text: str) -> Address:
     """Parses HOST:PORT. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not is_host(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"peers must be addresses such as 10.0.0.1:5600 or prefill-0.prefill:5600, got {text!r}")
     return canonical_host(host), int(port)
 
