@@ -35,6 +35,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.errors import RequestFailedError
+from penstock.utils.hosts import free_port
 from penstock.utils.wire import FrameReader
 
 GROUP = KVCacheGroup(("layer.0",), KVCacheSpec.keys_and_values(1, 1, "float32"))
@@ -141,14 +142,15 @@ ERRORS = [ValueError("embedded null byte"), KeyError("x"), AssertionError("a bug
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_request_on_which_adding_fails_is_refused(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     connector = BrokenConnector("on_new_request", error)
-    core = make_core(MultiScheduler({"other": BrokenConnector(), "broken": connector, "later": BrokenConnector()}))
+    others = [BrokenConnector(), BrokenConnector()]
+    core = make_core(MultiScheduler({"earlier": others[0], "broken": connector, "later": others[1]}))
     core.add_request(make_request("before"))
     with pytest.raises(RequestFailedError, match=MESSAGE) as caught:
         core.add_request(make_request(POISON, 100))
     assert caught.value.__cause__ is error
     assert caplog.records[-1].exc_info, "the log has no traceback"
     check_alive(core, outputs_of(core))
-    assert not connector.known
+    assert not any(each.known for each in (connector, *others))
 
 
 MATCHES = {"sync": Match(8), "async": Match(8, is_async=True)}
@@ -266,6 +268,25 @@ def test_a_value_that_has_ended_an_engine_ends_its_request(p2p: SchedulerConnect
     assert refused.field == "kv_transfer_params"
     assert "remote_" in refused.message
     check_alive(core, {})
+
+
+@pytest.mark.parametrize("p2p", [("P2PConnector", "kv_both")], indirect=True, ids="-".join)
+def test_a_load_that_fails_after_it_has_begun_is_abandoned(p2p: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = p2p._exchange.begin_load
+
+    def begin_and_fail(*args: Any) -> None:
+        begin(*args)
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(p2p._exchange, "begin_load", begin_and_fail)
+    monkeypatch.setattr(p2p, "_resolve", lambda address: address)
+    core = make_core(p2p)
+    address = {"transfer_id": "x", "remote_bootstrap_addr": f"http://127.0.0.1:{free_port()}"}
+    core.add_request(make_request(POISON, do_remote_prefill=True, **address))
+    (failed,) = outputs_of(core)[POISON]
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, MESSAGE)
+    check_alive(core, {})
+    assert not p2p._exchange._loads
 
 
 def test_the_front_end_is_told_that_the_engine_failed_on_a_request() -> None:
