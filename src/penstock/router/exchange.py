@@ -34,20 +34,17 @@ _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
 
 
-class Asked(msgspec.Struct, frozen=True, dict=True):
-    """A client's request. `path` is without the query, `target` with it."""
+class Asked(msgspec.Struct, frozen=True):
+    """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for a
+    completion, None for others.
+    """
 
     method: str
     path: str
     target: str
     headers: bodies.Headers
     body: bytes
-
-    @functools.cached_property
-    def completion(self) -> dict[str, Any] | None:
-        """Returns the body of a request for a completion; None for others. Parses it only if a decision needs it."""
-        is_completion = self.method == "POST" and self.path in bodies.COMPLETIONS
-        return bodies.parse_object(self.body) if is_completion else None
+    completion: dict[str, Any] | None = None
 
     def is_divisible(self) -> bool:
         return self.completion is not None and bodies.is_divisible(self.completion)
