@@ -12,6 +12,7 @@ from openai import OpenAI
 
 from penstock.messages.sampling_params import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from penstock.server import limits
+from tests.integration import raw_http
 from tests.integration.server_process import serve
 from tests.integration.test_server_openai import SUM, WEATHER_TOOL, call
 
@@ -151,12 +152,21 @@ def test_limits_that_concern_several_fields(url: str) -> None:
         b'{"prompt": 1e999}',
         b'{"prompt": "a", "seed": 1%s}' % (b"0" * 5000),
         b'{"prompt": %s}' % nested(900),
+        b'{"prompt": "a", "structured_outputs": {"\\ud800": 1}}',
+        b'{"prompt": "a", "logit_bias": {"\\udc00": "x"}}',
     ],
     ids=lambda body: f"{body[:16]!r}",
 )
 def test_bodies_that_are_not_requests(url: str, body: bytes) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         refused(*call(url + path, body))
+
+
+@pytest.mark.parametrize("rank", ["9" * 4301, "-1", "0x1", "\xb2", ""])
+def test_a_rank_that_is_no_number(url: str, rank: str) -> None:
+    answer = raw_http.call(url, "POST", COMPLETIONS, {"prompt": "a"}, {"X-data-parallel-rank": rank})
+    assert (answer.status, answer.error["param"]) == (400, "data_parallel_rank")
+    assert len(answer.error["message"]) < 200
 
 
 def test_deeply_nested_json_is_not_a_failure(url: str) -> None:

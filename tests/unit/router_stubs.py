@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
@@ -102,6 +103,10 @@ class Client:
         async with self.session.post(self.router.url + path, json=body, **options) as response:
             return response.status, await response.read()
 
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        place = urlsplit(self.router.url)
+        return await asyncio.open_connection(place.hostname, place.port)
+
     async def admin(self, path: str, **fields: Any) -> Any:
         async with self.session.post(self.router.admin_url + path, json=fields) as response:
             return await response.json(content_type=None)
@@ -154,7 +159,13 @@ async def echo(request: web.Request) -> web.StreamResponse:
 
 
 async def fail(request: web.Request) -> web.StreamResponse:
-    return web.Response(status=503, text="full")
+    """Refuses the request for now, as a full instance does."""
+    return web.Response(status=503, text="full", headers={"Retry-After": "1"})
+
+
+async def die(request: web.Request) -> web.StreamResponse:
+    """Answers as an instance does whose engine has died."""
+    return web.Response(status=503, text="the engine has stopped")
 
 
 async def abort(request: web.Request) -> web.StreamResponse:

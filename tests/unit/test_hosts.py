@@ -24,7 +24,16 @@ def test_a_host_has_one_canonical_form(host: str, canonical: str) -> None:
 
 @pytest.mark.parametrize(
     ("host", "is_one"),
-    [("10.0.0.1", True), ("::1", True), ("p-0.kv.", True), ("10.0.0", False), ("a b", False), ("-a", False)],
+    [
+        *(("10.0.0.1", True), ("::1", True), ("p-0.kv.", True), ("10.0.0", False), ("a b", False), ("-a", False)),
+        *(
+            ("fe80::1%eth0.7", True),
+            ("::1%", False),
+            ("::1%a\0", False),
+            ("::1%a/b", False),
+            ("::1%" + "e" * 40, False),
+        ),
+    ],
 )
 def test_valid_and_invalid_hosts(host: str, is_one: bool) -> None:
     assert is_host(host) == is_one

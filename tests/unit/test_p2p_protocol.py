@@ -118,6 +118,9 @@ def test_parameters_of_both_styles() -> None:
     assert read_params(SERIAL) == RemotePrefill(ADDRESS, "p", ticket="t", num_tokens=3)
     assert read_params({**SERIAL, "remote_port": "5600"}) == RemotePrefill(ADDRESS, "p", ticket="t", num_tokens=3)
     assert read_params(CONCURRENT) == RemotePrefill(("127.0.0.1", 8998), "p", rendezvous="xfer-1")
+    for address in ("[fe80::1%eth0]:8998/", "https://[fe80::1%eth0]:8998"):
+        found = read_params({**CONCURRENT, "remote_bootstrap_addr": address})
+        assert found == RemotePrefill(("fe80::1%eth0", 8998), "p", rendezvous="xfer-1")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,54 @@ def test_errors_name_the_missing_or_invalid_parameter(params: dict[str, Any], na
         read_params(params)
 
 
+DIGITS = "9" * 4301
+"""More than Python converts to an integer."""
+UNREADABLE: dict[str, list[object]] = {
+    "remote_port": [DIGITS, "080", "٨٠", "+80", " 80", "80\n", "1_0", 65536, -1, 80.0, 10**5000, [], {}],
+    "remote_num_tokens": [DIGITS, "-1", -1, 1 << 41, 10**5000, float("inf"), "3.0"],
+    "remote_host": [
+        "::1%\0", "::1%", "::1%a/b", "::1%" + "e" * 300, "\0", "127.0.0.1\n", "a b", "-a", "a/b", "../a", "x" * 254,
+        "\ud800", "ä.example", "١٢٧.0.0.1", "127.0.0.1:80", "[::1]", "user@host", 5, ["127.0.0.1"],
+    ],
+    "remote_engine_id": ["p\0", "p\n", "\ud800", "x" * 5000, {}],
+    "ticket": ["\0", "\udfff", "t" * 5000, 1e300],
+}  # fmt: skip
+UNREADABLE_ADDRESSES = [
+    "http://[::1%\0]:80", "http://127.0.0.1:" + DIGITS, "http://127.0.0.1:0", "http://127.0.0.1:080",
+    "http://user:password@127.0.0.1:80", "http://127.0.0.1:80/path", "http://127.0.0.1:80?a", "http://127.0.0.1:80#a",
+    "file://127.0.0.1:80", "http://127.0.0.1:80\n", "http://127.0.0.1\t:80", " http://127.0.0.1:80", "http://a b:80",
+    "http://\ud800:80", "http://127.0.0.1:٨٠", "http://:80", "//127.0.0.1:80", "\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "values"),
+    [
+        *((SERIAL, name, values) for name, values in UNREADABLE.items()),
+        (CONCURRENT, "remote_bootstrap_addr", UNREADABLE_ADDRESSES),
+        ({"do_remote_decode": True}, "transfer_id", ["\0", "\ud800", 1, True]),
+        ({}, "do_remote_decode", [1, "true", "x" * 60000, 10**5000, []]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_that_cannot_be_used_is_refused_in_few_words(
+    given: dict[str, object], name: str, values: list[object]
+) -> None:
+    for value in values:
+        with pytest.raises(RequestError, match=f"{name} in kv_transfer_params must be") as caught:
+            read_params({**given, name: value})
+        assert caught.value.field == "kv_transfer_params"
+        assert len(str(caught.value)) < 600
+        str(caught.value).encode()
+
+
 # ---- Peers ----
+
+
+@pytest.mark.parametrize("host", ["::1%\0", "::1%\ud800", "::1%" + "e" * 5000])
+def test_a_host_that_no_file_can_be_named_after_is_unknown(tmp_path: Path, host: str) -> None:
+    with pytest.raises(PeerError, match="is not in the list of peers"):
+        PeerList([], LocalCluster(tmp_path / "cluster")).resolve((host, 80))
 
 
 def test_only_known_addresses_are_dialled(tmp_path: Path) -> None:

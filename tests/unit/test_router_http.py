@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from penstock.router import http_client, http_server
-from penstock.router.exchange import Call, fetch
+from penstock.router.exchange import AnswerLostError, Call, fetch
 from penstock.router.http_client import HttpUpstream
 from penstock.router.http_server import Request, Response, serving
 from penstock.utils.errors import PeerError
@@ -241,7 +241,9 @@ def test_an_answer_to_head_has_no_body() -> None:
     run(check)
 
 
-def test_a_kept_connection_that_ends_without_an_answer_fails_no_request() -> None:
+def test_a_kept_connection_that_ends_without_an_answer_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_MIN_IDLE_SECONDS", 0)
+
     async def check() -> None:
         server = Scripted(MEASURED, b"", MEASURED)
         async with server.running() as (upstream, url):
@@ -252,29 +254,36 @@ def test_a_kept_connection_that_ends_without_an_answer_fails_no_request() -> Non
 
 
 @pytest.mark.parametrize(
-    ("answers", "num_requests"),
+    ("answers", "num_requests", "min_idle"),
     [
         # A new connection was not used before, so its end is the instance's failure.
-        ((b"",), 1),
+        ((b"",), 1, 0),
+        # So is that of a connection that was used just now.
+        ((MEASURED, b""), 2, SECONDS),
         # The request is sent once more, and then fails.
-        ((MEASURED, b"", b""), 3),
+        ((MEASURED, b"", b""), 3, 0),
         # A request whose answer has begun is not sent again.
-        ((MEASURED, b"HTTP/1.1 2\0"), 2),
-        ((MEASURED, OK + b"Content-Length: 3\r\n\r\nab\0"), 2),
-        ((MEASURED, OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n\0"), 2),
-        ((MEASURED, b"nonsense\0"), 2),
-        ((MEASURED, OK + b"X: " + b"x" * 70_000 + b"\0"), 2),
+        ((MEASURED, b"HTTP/1.1 2\0"), 2, 0),
+        ((MEASURED, OK + b"Content-Length: 3\r\n\r\nab\0"), 2, 0),
+        ((MEASURED, OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n\0"), 2, 0),
+        ((MEASURED, b"nonsense\0"), 2, 0),
+        ((MEASURED, OK + b"X: " + b"x" * 70_000 + b"\0"), 2, 0),
     ],
 )
-def test_a_missing_or_incomplete_answer_is_the_instances_failure(answers: list[bytes], num_requests: int) -> None:
+def test_a_missing_or_incomplete_answer_is_the_instances_failure(
+    answers: list[bytes], num_requests: int, min_idle: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "_MIN_IDLE_SECONDS", min_idle)
+
     async def check() -> None:
         server = Scripted(*answers)
         async with server.running() as (upstream, url):
             for _ in range(min(1, len(answers) - 1)):
                 await ask(upstream, url)
-            with pytest.raises(PeerError):
+            with pytest.raises(AnswerLostError) as caught:
                 await ask(upstream, url)
             assert len(server.asked) == num_requests
+            assert caught.value.num_sent == num_requests - (len(answers) > 1)
 
     run(check)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.core.containment import contained
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
 from penstock.kv_transfer.connector import (
@@ -34,6 +35,7 @@ from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds
 from penstock.messages.stats import RemoteKVStats
 from penstock.utils.clock import Clock, SystemClock
+from penstock.utils.errors import RequestFailedError
 from penstock.utils.math import cdiv
 
 # After this many failed loads a request is computed here, because further loads are likely to fail too.
@@ -138,12 +140,16 @@ class RemoteKV:
         return is_turn or request.request_id not in self._asked_since
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
-        """Returns what the connector can load after a hit; nothing if the request has waited or failed too often."""
+        """Returns what the connector can load after a hit; nothing if the request has waited or failed too often.
+
+        Raises RequestFailedError.
+        """
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
             return NO_MATCH
         if self._is_quarantine_full or self._is_someone_starving:
             return NO_MATCH
-        match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        with contained(request.request_id):
+            match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
         if match.is_pending:
             since = self._asked_since.setdefault(request.request_id, self._clock.now())
             if self._clock.now() - since < self._timeout:
@@ -199,7 +205,10 @@ class RemoteKV:
         return self._num_quarantined > MAX_QUARANTINE * self._kv.pool.num_usable
 
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
-        """Hands the blocks after the hit to the connector, which loads them."""
+        """Hands the blocks after the hit to the connector, which loads them.
+
+        Raises RequestFailedError; the request then has no blocks.
+        """
         self._asked_since.pop(request.request_id, None)
         self._num_loads += 1
         transfer_id = f"{request.request_id}/load-{self._num_loads}"
@@ -218,7 +227,22 @@ class RemoteKV:
             self._num_waiting += 1
             request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
             self._kv.pin(transfer_id, block_ids, load.first, load.end, writes=True)
-        self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
+        try:
+            with contained(request.request_id):
+                self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
+        except RequestFailedError:
+            self._revoke(transfer_id, load, len(block_ids))
+            raise
+
+    def _revoke(self, transfer_id: TransferId, load: _Load, num_groups: int) -> None:
+        """Ends a load that the connector has failed to begin, like one that has loaded nothing. A later event for it
+        has no effect.
+        """
+        size = self._kv.block_size
+        missing = tuple(BadRange(group, load.first * size, load.end * size) for group in range(num_groups))
+        self._on_ended(LoadEnded(transfer_id, missing))
+        if not load.is_async:
+            self._kv.release(load.request, fence=0)
 
     def apply(self, output: KVConnectorOutput) -> Iterator[tuple[Request, str]]:
         """Applies a step's results of transfers. Yields the requests that still need KV that is missing, and why."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.config.engine import SchedulerConfig
+from penstock.core.containment import contained
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.micro_batches import MicroBatches
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer, RemoteKV
@@ -31,7 +32,7 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.messages.stats import BlockMap, SchedulerStats
-from penstock.utils.errors import GrammarError, OverloadedError, RequestError
+from penstock.utils.errors import GrammarError, OverloadedError, PenstockError, RequestError, RequestFailedError
 
 # The maximum number of requests skipped in one step because another is computing their prefix. After that the step
 # admits no more, because the time of each lookup is proportional to the blocks of the prompt.
@@ -65,6 +66,8 @@ class Scheduler:
         self._running = MicroBatches(config)
         self._finished_request_ids: set[str] = set()
         self._rewound_request_ids: set[str] = set()
+        # The outputs of requests that have failed since the last result.
+        self._failed: list[EngineOutput] = []
         # By step in flight, the latest admission when it was scheduled: later admissions are not a part of it.
         self._last_admissions: dict[int, int] = {}
         self._step = 0
@@ -77,17 +80,18 @@ class Scheduler:
     # ---- Adding and aborting requests ----
 
     def add_request(self, data: EngineRequest) -> None:
-        """Queues a request. Raises RequestError if its id is in use or a connector refuses it, or OverloadedError."""
+        """Queues a request. Raises RequestError, also if its id is in use, OverloadedError, or RequestFailedError."""
         if data.request_id in self._requests:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
-        request = Request(data, self._num_arrivals, self._kv.block_size, self._kv.num_tokens_ahead)
-        if data.grammar is not None:
-            self._grammars.add(data.request_id, data.grammar)
         try:
-            self._connector.on_new_request(request)
-        except RequestError:
+            with contained(data.request_id):
+                request = Request(data, self._num_arrivals, self._kv.block_size, self._kv.num_tokens_ahead)
+                if data.grammar is not None:
+                    self._grammars.add(data.request_id, data.grammar)
+                self._connector.on_new_request(request)
+        except PenstockError:
             self._grammars.remove(data.request_id)
             raise
         self._num_arrivals += 1
@@ -96,12 +100,8 @@ class Scheduler:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests at once; unknown ones (already finished) are ignored."""
-        outputs: list[EngineOutput] = []
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                outputs.append(self._end(request, FinishReason.ABORT))
-        return outputs
+        known = [self._requests[each] for each in dict.fromkeys(request_ids) if each in self._requests]
+        return [self._end(request, FinishReason.ABORT) for request in known]
 
     @property
     def steps_in_flight(self) -> list[int]:
@@ -302,13 +302,16 @@ class Scheduler:
                 if num_deferred == _MAX_DEFERRED:
                     return
                 continue
-            match = self._remote.match(request, hit)
-            if match.is_pending:
-                continue  # A tier may take seconds: the requests behind this one are not delayed.
-            if not self._admit(request, hit, match, plan, batch):
-                return
-            # A request that runs now has left the queue.
-            index -= not match.is_async
+            try:
+                match = self._remote.match(request, hit)
+                if match.is_pending:
+                    continue  # A tier may take seconds: the requests behind this one are not delayed.
+                if not self._admit(request, hit, match, plan, batch):
+                    return
+            except RequestFailedError as error:
+                self._failed.append(self._end(request, FinishReason.ERROR, str(error)))
+            # A request that runs now, or has failed, has left the queue.
+            index -= request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
 
     def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan, batch: int) -> bool:
         """Lets a request run, or wait with its blocks for its KV to load; returns False when blocks are too few."""
@@ -337,7 +340,8 @@ class Scheduler:
         self._kv.pool.on_step_processed(plan.step)
         self._num_graph_replays += result.is_replayed
         last_admission = self._last_admissions.pop(plan.step)
-        outputs = self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
+        outputs, self._failed = self._failed, []
+        outputs += self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
         self._grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -447,5 +451,6 @@ class Scheduler:
         self._running.check_integrity()
         self._kv.check_integrity()
         self._remote.check_integrity()
+        assert not self._failed or self._last_admissions, "no step will report the requests that have failed"
         if not self._requests and not self._last_admissions and self._remote.is_idle:
             assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"

@@ -7,10 +7,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
+from penstock.core.containment import contained
 from penstock.grammar.backend import Grammar, GrammarBackend
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
-from penstock.utils.errors import GrammarError, RequestError
+from penstock.utils.errors import GrammarError, RequestError, RequestFailedError
 
 _COMPILE_THREADS = 1
 
@@ -42,8 +43,9 @@ class StructuredOutputs:
         failed, self._failed = self._failed, {}
         for request_id in [request_id for request_id, future in self._compiling.items() if future.done()]:
             try:
-                self._grammars[request_id] = self._compiling.pop(request_id).result()
-            except RequestError as error:
+                with contained(request_id):
+                    self._grammars[request_id] = self._compiling.pop(request_id).result()
+            except (RequestError, RequestFailedError) as error:
                 failed[request_id] = str(error)
         return failed
 

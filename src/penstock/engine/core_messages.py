@@ -7,6 +7,7 @@ interprets the end of the stream as the other's death.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from penstock.config.engine import EngineArgs, SchedulerConfig
@@ -37,14 +38,22 @@ class AbortRequests:
     request_ids: tuple[str, ...]
 
 
+class Refusal(enum.StrEnum):
+    """Why a request was refused: it is invalid, there is no room, or the engine failed on it."""
+
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    FAILED = "failed"
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was refused, because it is invalid (`field`) or because there is no room (`is_overload`)."""
+    """The request was refused. `field` is the one that is invalid, if it is known."""
 
     request_id: str
     message: str
-    field: str | None
-    is_overload: bool
+    reason: Refusal
+    field: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from penstock.engine.core_messages import (
     Failed,
     GetBlockMap,
     Ready,
+    Refusal,
     Refused,
     Reply,
     ResetPrefixCache,
@@ -36,7 +37,14 @@ from penstock.engine.core_messages import (
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.requests import EngineRequest
 from penstock.utils import logging
-from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, RequestError, WireError
+from penstock.utils.errors import (
+    ConfigError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+    RequestFailedError,
+    WireError,
+)
 from penstock.utils.wire import FrameReader
 
 logger = logging.get_logger(__name__)
@@ -131,9 +139,12 @@ class CoreProcess:
     def _add(self, request: EngineRequest) -> None:
         try:
             self._core.add_request(request)
-        except (RequestError, OverloadedError) as error:
-            field = getattr(error, "field", None)
-            self._send(Refused(request.request_id, str(error), field, isinstance(error, OverloadedError)))
+        except RequestError as error:
+            self._send(Refused(request.request_id, str(error), Refusal.INVALID, error.field))
+        except OverloadedError as error:
+            self._send(Refused(request.request_id, str(error), Refusal.OVERLOADED))
+        except RequestFailedError as error:
+            self._send(Refused(request.request_id, str(error), Refusal.FAILED))
 
     def _check_integrity(self, call: int) -> Reply:
         try:

@@ -56,8 +56,8 @@ class EngineCore:
         self._events: list[RequestEvent] = []
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises RequestError or OverloadedError if it is refused, EngineDeadError if the engine is
-        dead.
+        """Queues a request. Raises RequestError or OverloadedError if it is refused, RequestFailedError if the engine
+        fails on it, EngineDeadError if the engine is dead.
         """
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from penstock.engine.core_messages import Ready, Refused
+from penstock.engine.core_messages import Ready, Refusal, Refused
 from penstock.frontend.core_client import CoreClient
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.input_processor import ProcessedRequest
@@ -16,7 +16,7 @@ from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.metrics.request_log import EngineObserver, RequestLog, RequestRecord
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
+from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError, RequestFailedError
 from penstock.utils.held_blocks import HeldBlocks, PromptKeys
 from penstock.utils.load import load
 
@@ -216,10 +216,9 @@ class Replica:
             case StepReport():
                 self._on_report(message)
             case Refused(request_id):
-                error = OverloadedError(message.message) if message.is_overload else None
                 stream = self._owners.get(request_id)
                 if stream is not None:
-                    stream.wake(error or RequestError(message.message, message.field))
+                    stream.wake(_error_of(message))
             case EngineDeadError():
                 self.stats = _IDLE
                 self._held.clear()
@@ -265,3 +264,13 @@ class Replica:
                 extra_keys=event.extra_keys,
                 group=event.group_idx,
             )
+
+
+def _error_of(refused: Refused) -> PenstockError:
+    match refused.reason:
+        case Refusal.INVALID:
+            return RequestError(refused.message, refused.field)
+        case Refusal.OVERLOADED:
+            return OverloadedError(refused.message)
+        case Refusal.FAILED:
+            return RequestFailedError(refused.message)

@@ -6,8 +6,9 @@ the workers' parts move bytes, one per rank, in the worker's thread. Messages to
 tokens or without.
 
 Failure: a part never raises for external errors (a lost file, a full disk, bytes that do not match their digest): it
-reports the transfer as failed, and the scheduler recomputes or fails the request. An exception from a part is a bug and
-ends the engine.
+reports the transfer as failed, and the scheduler recomputes or fails the request. An exception from a part is a bug. If
+`on_new_request`, `get_num_new_matched_tokens` or `update_state_after_alloc` raises it, the one request that was passed
+ends with an error; from any other method it ends the engine.
 """
 
 from __future__ import annotations
@@ -128,7 +129,10 @@ class SchedulerConnector(Protocol):
     """
 
     def on_new_request(self, request: RequestView) -> None:
-        """Called before a request is queued. Chooses its policy; raises RequestError if its parameters are invalid."""
+        """Called before a request is queued. Chooses its policy; raises RequestError if its parameters are invalid.
+
+        A request for which it raises is not mentioned again.
+        """
         ...
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
@@ -145,6 +149,9 @@ class SchedulerConnector(Protocol):
 
         `block_ids[group]` is the request's block table from its first token on, the null block where the group needs no
         KV; from here until the event the other blocks after `num_computed_tokens` belong to the transfer.
+
+        If it raises, the load has not begun: `request_finished` follows at once, and from then on nothing may be
+        written into the blocks. An event for the transfer is ignored.
         """
         ...
 

@@ -122,9 +122,10 @@ class ExampleScheduler(NullSchedulerConnector):
     ) -> None:
         first, last = num_computed_tokens // self._block_size, end // self._block_size
         names = map(_file_name, request.block_hashes[first:last])
-        self._loads.append(ExampleLoad(transfer_id, first, tuple(zip(block_ids[0][first:last], names, strict=True))))
-        self._ranges[transfer_id] = (num_computed_tokens, end)
+        load = ExampleLoad(transfer_id, first, tuple(zip(block_ids[0][first:last], names, strict=True)))
         self._ledger.open(transfer_id, self._shards)
+        self._ranges[transfer_id] = (num_computed_tokens, end)
+        self._loads.append(load)
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         for block_id, block_hash in zip(block_ids[0][first:end], request.block_hashes[first:end], strict=True):

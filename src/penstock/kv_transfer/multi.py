@@ -49,7 +49,7 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
-from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.errors import ConfigError
 from penstock.utils.wire import register_kind
 
 _SEPARATOR = "\n"
@@ -140,7 +140,7 @@ class MultiScheduler:
         for child in self._children.values():
             try:
                 child.on_new_request(request)
-            except RequestError:
+            except Exception:
                 for other in told:
                     other.request_finished(request, (), FinishReason.ERROR)
                 raise

@@ -7,15 +7,21 @@ MooncakeConnector): both get the request at once, with a common id by which they
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from penstock.utils.errors import RequestError
+
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 """The requests whose prompt another instance can compute, if they have one."""
 _PARAMS = "kv_transfer_params"
+# In `kv_transfer_params`: these make an instance hold KV for another one, or fetch KV from an address.
+_HANDOVERS = ("do_remote_decode", "do_remote_prefill")
+_MAX_DEPTH = 128
 _BYTES_PER_TOKEN = 4
 # Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
@@ -60,19 +66,79 @@ def encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+def headers_for_json(headers: Headers) -> Headers:
+    """Returns the headers for a body made here."""
+    kept = tuple(each for each in headers if each[0].lower() not in ("content-type", "content-encoding"))
+    return (*kept, ("Content-Type", "application/json"))
+
+
 def headers_for_prefill(headers: Headers) -> Headers:
     """Returns the headers for a body made here, whose response is read here."""
-    kept = tuple((name, value) for name, value in headers if name.lower() not in ("content-type", "accept-encoding"))
-    return (*kept, ("Content-Type", "application/json"), ("Accept-Encoding", "identity"))
+    kept = tuple(each for each in headers_for_json(headers) if each[0].lower() != "accept-encoding")
+    return (*kept, ("Accept-Encoding", "identity"))
 
 
 def parse_object(data: bytes) -> dict[str, Any] | None:
-    """Returns None for anything but a JSON object: the instance reports the error."""
+    """Returns None for anything but a JSON object (RFC 8259), and for one that is nested too deeply to be processed."""
     try:
         body = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return body if isinstance(body, dict) else None
+    return body if isinstance(body, dict) and not _is_deep(data, body) else None
+
+
+def _is_deep(data: bytes, body: dict[str, Any]) -> bool:
+    if data.count(b"{") + data.count(b"[") <= _MAX_DEPTH:
+        return False
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        inner = itertools.chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for each in inner if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def completion_path(method: str, path: str) -> str | None:
+    """Returns the path of a request for a completion as instances know it; None for other requests.
+
+    Instances redirect a path with a slash at its end, to themselves.
+    """
+    path = path.rstrip("/")
+    return path if method == "POST" and path in COMPLETIONS else None
+
+
+def read_completion(headers: Headers, data: bytes) -> dict[str, Any]:
+    """Returns the body of a request for a completion, without what only the router may ask for. Raises RequestError.
+
+    Instances get what is read here, never the client's bytes: a body that means one thing here and another there could
+    be a request that this router would not send.
+    """
+    types = [value for name, value in headers if name.lower() == "content-type"]
+    if len(types) > 1 or not all(map(_is_json, types)):
+        raise RequestError("the Content-Type of a request for a completion must be application/json")
+    if any(name.lower() == "content-encoding" and value.lower() != "identity" for name, value in headers):
+        raise RequestError("the body must not be compressed: send it without Content-Encoding")
+    body = parse_object(data)
+    if body is None:
+        raise RequestError(
+            f"the body must be a JSON object in UTF-8, without a byte order mark, and nested at most {_MAX_DEPTH} deep"
+        )
+    params = body.get(_PARAMS)
+    if isinstance(params, dict):
+        body[_PARAMS] = {name: value for name, value in params.items() if name not in _HANDOVERS}
+    return body
+
+
+def _is_json(content_type: str) -> bool:
+    """Returns whether instances read a body of this type as JSON, as they do without a type, and with that of curl."""
+    kind = content_type.partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return is_json or kind in ("", "application/x-www-form-urlencoded")
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(body)
 
 
 def only_prompt(body: Mapping[str, Any]) -> str | list[int] | None:
@@ -90,16 +156,18 @@ def estimate_tokens(num_bytes: int) -> int:
 
 
 def is_divisible(body: Mapping[str, Any]) -> bool:
-    """Returns whether the request has a single prompt, which a prefill instance can compute."""
+    """Returns whether the request has a single prompt and answer, so that a prefill instance can compute the prompt."""
+    if body.get("n") not in (None, 1):
+        return False
     return "messages" in body or not isinstance(body.get("prompt"), list) or only_prompt(body) is not None
 
 
 def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
-    """Adds `kv_transfer_params` to the client's request, for the decode instance. `body` is `data` parsed."""
+    """Adds `kv_transfer_params` to a request, for the decode instance. `data` is `body` encoded."""
     if not body or _PARAMS in body:
-        return msgspec.json.encode({**body, _PARAMS: params})
+        return encode({**body, _PARAMS: params})
     # Avoids encoding a long prompt again.
-    return data.rstrip()[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
+    return data[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
 
 
 def prefill_serially(body: Mapping[str, Any]) -> bytes:
@@ -124,7 +192,7 @@ def _for_one_token(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
     """Returns the same request for one token, not streamed."""
     asked = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     limits = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
-    return msgspec.json.encode({**asked, **limits, "stream": False, _PARAMS: params})
+    return encode({**asked, **limits, "stream": False, _PARAMS: params})
 
 
 def error_body(status: int, message: str) -> bytes:

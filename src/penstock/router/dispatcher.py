@@ -23,6 +23,7 @@ from penstock.router.pool import Lease, Member, Pool
 from penstock.utils.errors import ConfigError
 
 RETRY_AFTER_SECONDS = 1
+_MAX_LOST = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ _NEXT = {
 class Routed:
     """A request with the data for its routing. `is_divisible`: whether a prefill instance can compute its prompt;
     evaluated only if not all instances compute whole requests. `cached`: the known number of its prompt's tokens that
-    instances have, by URL.
+    instances have, by URL. `num_lost`: how many times an instance may have died of it.
     """
 
     is_divisible: Callable[[], bool]
@@ -79,6 +80,7 @@ class Routed:
     failed: set[str] = field(default_factory=set[str])
     num_failures: int = 0
     num_prefill_failures: int = 0
+    num_lost: int = 0
     target: Lease | None = None
     prefill: Lease | None = None
     computes_itself: bool = False
@@ -136,12 +138,19 @@ class Dispatcher:
             return self._wait(request, now)
         return decision
 
-    def failed(self, request: Routed, url: str, message: str, now: float) -> Decision:
-        """Called when the instance `url` of the request's plan has failed, before the first byte of the answer."""
+    def failed(self, request: Routed, url: str, message: str, now: float, *, num_lost: int = 0) -> Decision:
+        """Called when the instance `url` of the request's plan has failed, before the first byte of the answer.
+
+        `num_lost`: how many times it may have died of this request. A request that was lost twice is not tried again,
+        or it could end every instance.
+        """
         assert request.phase is Phase.PLANNED, request.phase
         is_prefill = request.prefill is not None and request.prefill.member.url == url
         self._release(request)
         request.failed.add(url)
+        request.num_lost += num_lost
+        if request.num_lost > _MAX_LOST:
+            return Refusal(f"{request.num_lost} times an instance has failed that had this request; {url}: {message}")
         if is_prefill:
             request.num_prefill_failures += 1
         else:

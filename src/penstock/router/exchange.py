@@ -34,20 +34,17 @@ _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
 
 
-class Asked(msgspec.Struct, frozen=True, dict=True):
-    """A client's request. `path` is without the query, `target` with it."""
+class Asked(msgspec.Struct, frozen=True):
+    """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for a
+    completion, None for others.
+    """
 
     method: str
     path: str
     target: str
     headers: bodies.Headers
     body: bytes
-
-    @functools.cached_property
-    def completion(self) -> dict[str, Any] | None:
-        """Returns the body of a request for a completion; None for others. Parses it only if a decision needs it."""
-        is_completion = self.method == "POST" and self.path in bodies.COMPLETIONS
-        return bodies.parse_object(self.body) if is_completion else None
+    completion: dict[str, Any] | None = None
 
     def is_divisible(self) -> bool:
         return self.completion is not None and bodies.is_divisible(self.completion)
@@ -60,6 +57,16 @@ class Call(msgspec.Struct, frozen=True):
     url: str
     headers: bodies.Headers = ()
     body: bytes = b""
+
+
+class AnswerLostError(PeerError):
+    """The request was sent, in all `num_sent` times, but the instance may have died of it: its connection has ended
+    before the answer, or it reports that its engine is dead.
+    """
+
+    def __init__(self, message: str, num_sent: int = 1) -> None:
+        super().__init__(message)
+        self.num_sent = num_sent
 
 
 Take = Callable[[bytes, bool], bool]
@@ -78,14 +85,14 @@ class Answer(Protocol):
 
     async def pass_to(self, take: Take) -> bool:
         """Passes the body on as it arrives, until its end or until `take` returns False. Returns whether the body has
-        ended. Raises PeerError if it ends too early, and the errors of `take`, which are OSErrors.
+        ended. Raises AnswerLostError if it ends too early, and the errors of `take`, which are OSErrors.
         """
         ...
 
 
 class Upstream(Protocol):
     async def ask(self, call: Call) -> Answer:
-        """Returns the answer when its headers have arrived. Raises PeerError."""
+        """Returns the answer when its headers have arrived. Raises PeerError, or AnswerLostError after sending."""
         ...
 
 
@@ -108,7 +115,10 @@ async def fetch(upstream: Upstream, call: Call, timeout: float) -> tuple[int, bo
 
 class Prompts(Protocol):
     async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
-        """Returns the prompt's length in tokens, and how many of them instances have cached, by URL."""
+        """Returns the prompt's length in tokens, and how many of them instances have cached, by URL.
+
+        Raises AnswerLostError if an instance may have died of the question.
+        """
         ...
 
 
@@ -167,11 +177,12 @@ class ClientsError(Exception):
 
 
 class _InstanceFailedError(Exception):
-    """An instance failed before the first byte of the answer."""
+    """An instance failed before the first byte of the answer. `num_lost` is how many times it may have died of it."""
 
-    def __init__(self, instance: Instance, message: str) -> None:
+    def __init__(self, instance: Instance, message: str, num_lost: int = 0) -> None:
         super().__init__(message)
         self.instance = instance
+        self.num_lost = num_lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +245,12 @@ class Exchanges:
         decision: Decision = None
         self._observer.arrived(asked)
         try:
-            request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked)
+            try:
+                request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked)
+            except AnswerLostError as error:
+                logger.warning("a prompt could not be tokenized: %s", error)
+                request.num_lost = error.num_sent
+                request.num_prompt_tokens = bodies.estimate_tokens(len(asked.body))
             decision = self._dispatcher.submit(request, self._clock.now())
             while not is_over:
                 if decision is None:
@@ -251,7 +267,8 @@ class Exchanges:
                     self._observer.failed(failure.instance)
                     logger.warning("%s failed before the answer began: %s", failure.instance.url, failure)
                     now = self._clock.now()
-                    decision = self._dispatcher.failed(request, failure.instance.url, str(failure), now)
+                    url, num_lost = failure.instance.url, failure.num_lost
+                    decision = self._dispatcher.failed(request, url, str(failure), now, num_lost=num_lost)
                     self.wake()
         except (asyncio.CancelledError, OSError):
             if tail.is_last and isinstance(decision, Plan):
@@ -321,7 +338,7 @@ class Exchanges:
         if 400 <= status < 500:
             raise ClientsError(status, answered, content)
         if status != 200:
-            raise _InstanceFailedError(prefill, f"it has answered {status}")
+            raise self._failure(prefill, _elsewhere(status, answered))
         return (bodies.parse_object(content) or {}).get("kv_transfer_params")
 
     async def _engine_id(self, prefill: Instance) -> Any:
@@ -368,7 +385,7 @@ class Exchanges:
 
     async def _pass_on(self, attempt: _Attempt, answer: Answer, client: Client) -> None:
         if answer.status in _ELSEWHERE:
-            raise PeerError(f"it has answered {answer.status}")
+            raise _elsewhere(answer.status, answer.headers)
 
         def take(part: bytes, is_last: bool) -> bool:
             is_first = attempt.request.phase is not Phase.ANSWERING
@@ -391,7 +408,9 @@ class Exchanges:
             scope.reschedule(0)
 
     def _failure(self, instance: Instance, error: Exception) -> _InstanceFailedError:
-        return _InstanceFailedError(instance, str(error) or "it has died or was removed")
+        if isinstance(error, TimeoutError):
+            return _InstanceFailedError(instance, "it has died or was removed", num_lost=1)
+        return _InstanceFailedError(instance, str(error), error.num_sent if isinstance(error, AnswerLostError) else 0)
 
     @contextlib.contextmanager
     def _watched(self, instance: Instance, scope: asyncio.Timeout) -> Generator[None]:
@@ -418,6 +437,15 @@ async def _beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _elsewhere(status: int, headers: bodies.Headers) -> PeerError:
+    """Returns the error of an instance that cannot answer, for another one to be tried.
+
+    An instance that has refused a request names the time after which to send it again; one that has died does not.
+    """
+    kind = PeerError if bodies.header_of(headers, "retry-after") is not None else AnswerLostError
+    return kind(f"it has answered {status}")
 
 
 def _failure_of(prefilling: asyncio.Task[Any]) -> _InstanceFailedError | None:

@@ -14,6 +14,7 @@ from penstock.router.exchange import Asked, Exchanges
 from penstock.router.http_server import Request, Response
 from penstock.router.instances import Role
 from penstock.router.observer import RouterObserver
+from penstock.utils.errors import RequestError
 from penstock.utils.hosts import is_local_host
 
 _JSON = ("Content-Type", "application/json")
@@ -44,18 +45,31 @@ class FrontDoor:
     async def handle(self, request: Request, response: Response) -> None:
         if self._is_local and (reason := foreign(request.header("host"), request.header("origin"))):
             return await refuse(response, 403, reason)
-        path = request.target.partition("?")[0]
+        path, question, query = request.target.partition("?")
         path = unquote(path) if "%" in path else path
         own = self._own.get(path) if request.method in ("GET", "HEAD") else None
         if own is not None:
             return await own(request, response)
         if self._is_closing:
             return await refuse(response, 503, "the router is shutting down")
-        # The path is forwarded undecoded. One without a slash would become a part of the instance's address.
-        if not path.startswith("/"):
-            return await refuse(response, 400, "the request's target must be a path")
+        # The path is forwarded undecoded. One without a slash would become a part of the instance's address, and an
+        # instance may end it at a number sign.
+        is_path = path.startswith("/") and request.target.isascii() and request.target.isprintable()
+        if not is_path or "#" in request.target:
+            return await refuse(response, 400, "the request's target must be a path, of ASCII and without a fragment")
         headers = bodies.forwarded_headers(request.headers)
-        return await self._exchanges.carry(Asked(request.method, path, request.target, headers, request.body), response)
+        completions = bodies.completion_path(request.method, path)
+        if completions is None:
+            asked = Asked(request.method, path, request.target, headers, request.body)
+        else:
+            try:
+                body = bodies.read_completion(headers, request.body)
+            except RequestError as error:
+                return await refuse(response, 400, str(error))
+            target = completions + question + query
+            headers = bodies.headers_for_json(headers)
+            asked = Asked(request.method, completions, target, headers, bodies.encode(body), body)
+        return await self._exchanges.carry(asked, response)
 
     async def _health(self, _: Request, response: Response) -> None:
         await tell(response, 200, {"status": "draining" if self._is_closing else "ok", "reason": None})

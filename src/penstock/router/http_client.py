@@ -1,13 +1,13 @@
 """The HTTP requests of the router: `Upstream` with persistent connections. httptools parses the answers.
 
-The instance may close a persistent connection just when it is reused. A request whose reused connection ends before the
-first byte of its answer is sent once more, over a new connection; if that fails too, the instance has failed.
+The instance may close a connection that has been idle for long just when it is reused. A request whose connection is
+closed then, before the first byte of its answer, is sent once more, over a new connection; if that fails too, the
+instance has failed, and the request has been sent twice (`AnswerLostError.num_sent`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import ssl
 from collections.abc import Callable
@@ -19,12 +19,14 @@ from urllib.parse import urlsplit
 import httptools
 
 from penstock.router.bodies import Headers, decoded, encoded
-from penstock.router.exchange import Call, Take
+from penstock.router.exchange import AnswerLostError, Call, Take
 from penstock.utils.errors import PeerError
 
 _CONNECT_SECONDS = 5.0
 # Less than the servers' timeout of idle connections: uvicorn closes them after 5 seconds.
 _IDLE_SECONDS = 4.0
+# A connection that ends sooner after its last answer was not closed because it was idle.
+_MIN_IDLE_SECONDS = 1.0
 _MAX_HEAD_BYTES = 64 << 10
 # The limit for an answer that the client does not read; then the instance has to wait.
 _MAX_BUFFERED_BYTES = 256 << 10
@@ -41,7 +43,7 @@ class _Origin:
     name: str
 
 
-class _ClosedError(PeerError):
+class _ClosedError(AnswerLostError):
     """The connection has ended before the first byte of the answer."""
 
 
@@ -65,18 +67,27 @@ class HttpUpstream:
                 each.abort()
 
     async def ask(self, call: Call) -> _Connection:
-        """Returns a connection with the answer's head. Raises PeerError."""
+        """Returns a connection with the answer's head. Raises PeerError, or AnswerLostError after sending."""
         # The scheme is followed by the host, and then by the path, if there is one.
         slash = call.url.find("/", call.url.index("://") + 3)
         base, target = (call.url, "/") if slash < 0 else (call.url[:slash], call.url[slash:])
         origin = _origin(base)
         data = _head_of(call, origin, target) + call.body
         kept = self._take(base)
+        num_sent = 0
         if kept is not None:
-            with contextlib.suppress(_ClosedError):
-                return await kept.ask(call.method, data)
-        connection = await _connect(origin, functools.partial(self._put_back, base))
-        return await connection.ask(call.method, data)
+            has_been_idle = self._loop.time() - kept.idle_since >= _MIN_IDLE_SECONDS
+            try:
+                return await kept.ask(call.method, data, 1)
+            except _ClosedError:
+                if not has_been_idle:
+                    raise
+                num_sent = 1
+        try:
+            connection = await _connect(origin, functools.partial(self._put_back, base))
+        except PeerError as error:
+            raise AnswerLostError(str(error), num_sent) if num_sent else error from None
+        return await connection.ask(call.method, data, num_sent + 1)
 
     def _take(self, base: str) -> _Connection | None:
         """Returns the connection used last."""
@@ -134,8 +145,12 @@ class _Connection(asyncio.Protocol):
     def __exit__(self, *_: object) -> None:
         self._put_back(self)
 
-    async def ask(self, method: str, data: bytes) -> Self:
-        """Sends a request, and returns when the answer's head has arrived. Raises PeerError."""
+    async def ask(self, method: str, data: bytes, num_sent: int) -> Self:
+        """Sends a request, for the `num_sent`th time, and returns when the answer's head has arrived.
+
+        Raises AnswerLostError.
+        """
+        self._num_sent = num_sent
         self._is_head = method == "HEAD"
         self._is_asked = True
         self._has_begun = self._is_measured = self._is_complete = self._is_passed = self._is_kept = False
@@ -147,7 +162,8 @@ class _Connection(asyncio.Protocol):
         try:
             while not self.status:
                 if self._error:
-                    raise PeerError(self._error) if self._has_begun else _ClosedError(self._error)
+                    kind = AnswerLostError if self._has_begun else _ClosedError
+                    raise kind(self._error, num_sent)
                 await self._more()
         except BaseException:
             self._transport.abort()
@@ -162,7 +178,7 @@ class _Connection(asyncio.Protocol):
                 if self._take is None:
                     return self._is_passed
                 if self._error:
-                    raise PeerError(self._error)
+                    raise AnswerLostError(self._error, self._num_sent)
                 await self._more()
         finally:
             self._take = None

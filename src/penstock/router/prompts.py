@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.exchange import Asked, Call, Upstream, fetch
+from penstock.router.exchange import AnswerLostError, Asked, Call, Upstream, fetch
 from penstock.router.instances import State
 from penstock.router.pool import Member
 from penstock.utils.cache_salt import scoped_salt
@@ -54,7 +54,10 @@ class TokenizedPrompts:
         self._views = views
 
     async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
-        """Returns the prompt's tokens, estimated if unknown, and how many of them instances have, by URL."""
+        """Returns the prompt's tokens, estimated if unknown, and how many of them instances have, by URL.
+
+        Raises AnswerLostError.
+        """
         estimated = bodies.estimate_tokens(len(asked.body)), {}
         # If requests wait, they go to the next instance with room, so tokenizing would only add work.
         if self._dispatcher.num_queued or not any(self._views.num_blocks.values()):
@@ -79,6 +82,8 @@ class TokenizedPrompts:
         try:
             status, _, content = await fetch(self._upstream, call, _TIMEOUT_S)
             return tokens_of(content) if status == 200 else ()
+        except AnswerLostError:
+            raise
         except PeerError as error:
             logger.info("%s does not tokenize: %s", member.url, error)
             return ()

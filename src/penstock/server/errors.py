@@ -137,6 +137,11 @@ def install(app: FastAPI) -> None:
     async def on_invalid_body(_: Request, error: RequestValidationError) -> Response:
         return error_response(400, *_describe(error))
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def on_half_a_character(_: Request, __: UnicodeEncodeError) -> Response:
+        # JSON may contain half a surrogate pair, in names too, which the parser of requests cannot put into an error.
+        return error_response(400, "the body has text that is not Unicode: half of a surrogate pair")
+
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = error.detail if isinstance(error.detail, str) else http.HTTPStatus(error.status_code).phrase

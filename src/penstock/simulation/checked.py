@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -28,12 +29,16 @@ from penstock.messages.kv_transfer import (
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.simulation.backing import Parts, Site
+from penstock.utils.errors import RequestError
 
 _UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
 
 
 class CheckedScheduler(Forwarding):
-    """Raises AssertionError if the connector or its caller violates the contract of `SchedulerConnector`."""
+    """Raises AssertionError if the connector or its caller violates the contract of `SchedulerConnector`.
+
+    What is raised for one request would end this request only, so it is raised again for the next step.
+    """
 
     def __init__(self, inner: SchedulerConnector, block_size: int) -> None:
         super().__init__(inner)
@@ -41,11 +46,30 @@ class CheckedScheduler(Forwarding):
         self._loads: dict[TransferId, tuple[int, int]] = {}
         self._holds: set[TransferId] = set()
         self._last_step = 0
+        self._raised: Exception | None = None
         # An unsolicited report must be counted and have no other effect.
         inner.update_connector_output(KVConnectorOutput((_UNKNOWN,)))
         assert not inner.has_pending_work, "a new connector has work"
 
+    @contextmanager
+    def _kept(self) -> Generator[None]:
+        try:
+            yield
+        except RequestError:
+            raise
+        except Exception as error:
+            self._raised = error
+            raise
+
+    def on_new_request(self, request: RequestView) -> None:
+        with self._kept():
+            self.inner.on_new_request(request)
+
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        with self._kept():
+            return self._match(request, num_computed_tokens)
+
+    def _match(self, request: RequestView, num_computed_tokens: int) -> Match:
         match = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         again = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         assert match == again, f"{request.request_id} was promised {match}, and then {again}"
@@ -58,16 +82,19 @@ class CheckedScheduler(Forwarding):
     def update_state_after_alloc(
         self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
-        assert transfer_id not in self._loads, f"{transfer_id} begins twice"
-        self._loads[transfer_id] = num_computed_tokens, end
-        self.inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
-        assert self.inner.has_pending_work, f"{transfer_id} is in progress, but nothing is pending"
+        with self._kept():
+            assert transfer_id not in self._loads, f"{transfer_id} begins twice"
+            self._loads[transfer_id] = num_computed_tokens, end
+            self.inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
+            assert self.inner.has_pending_work, f"{transfer_id} is in progress, but nothing is pending"
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         assert 0 <= first < end <= len(request.block_hashes), (first, end)
         self.inner.on_blocks_complete(request, block_ids, first, end)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
+        if self._raised is not None:
+            raise self._raised
         assert plan.step == self._last_step + 1, f"step {plan.step} follows step {self._last_step}"
         self._last_step = plan.step
         return self.inner.build_connector_meta(plan)

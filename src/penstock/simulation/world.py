@@ -25,7 +25,7 @@ from penstock.simulation.setup import TICK_SECONDS, Setup, engine_name
 from penstock.simulation.sim_engine import ReportFaults, SimEngine, make_site
 from penstock.simulation.trace import Trace, ViolationError
 from penstock.utils.clock import ManualClock
-from penstock.utils.errors import ConfigError, EngineDeadError, RequestError
+from penstock.utils.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 
 _OLD_REPORTS = 24
 _EVERYTHING_EVERY = 16
@@ -170,6 +170,9 @@ class World:
                 raise ViolationError(f"{request.request_id} was refused: {error}", request.request_id) from error
             self._count("refused_requests")
             return
+        except RequestFailedError as error:
+            message = f"{request.request_id} could not be added: {error.__cause__}"
+            raise ViolationError(message, request.request_id) from error
         try:
             core.add_request(request)
         except RequestError:

@@ -4,6 +4,7 @@
     ├── ConfigError       the operator's configuration is invalid: names the flag to change
     ├── RequestError      a client's request is at fault: names the field and the bound; becomes an HTTP 4xx
     ├── OverloadedError   the request is valid, but there is no capacity for it now; becomes an HTTP 503
+    ├── RequestFailedError  this engine failed on one request, for an unexpected reason; becomes an HTTP 500
     ├── GrammarError      one request's grammar cannot continue; the request ends with this error
     ├── WireError         another process sent an invalid message
     ├── PeerError         another engine is unreachable or has refused; the caller continues without it
@@ -37,6 +38,10 @@ class RequestError(PenstockError, ValueError):
 
 class OverloadedError(PenstockError):
     """The engine is at its limit of requests or accepts no new ones; the same request may succeed later."""
+
+
+class RequestFailedError(PenstockError):
+    """The engine failed on one request, which ends; the reason is in its log."""
 
 
 class GrammarError(PenstockError):

@@ -9,6 +9,8 @@ import socket
 _MAX_HOST_LENGTH = 253
 _IDLE_SECONDS, _PROBE_SECONDS, _NUM_PROBES = 30, 10, 3
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+# The standard library accepts any text as the zone of an IPv6 address, such as eth0 in fe80::1%eth0.
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
 def is_local_host(host: str) -> bool:
@@ -24,6 +26,9 @@ def is_local_host(host: str) -> bool:
 
 
 def is_ip_address(host: str) -> bool:
+    _, percent, zone = host.partition("%")
+    if percent and not _ZONE.fullmatch(zone):
+        return False
     try:
         ipaddress.ip_address(host)
     except ValueError:

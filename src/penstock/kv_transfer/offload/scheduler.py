@@ -264,15 +264,13 @@ class OffloadingScheduler(NullSchedulerConnector):
             for index in range(first, last)
             if table[index] != NULL_BLOCK
         ]
-        keys = [key for *_, key in placed]
-        chunks = self._manager.prepare_load(keys)
+        state, now = self._requests[request.request_id], self._clock.now()
+        chunks = self._manager.prepare_load([key for *_, key in placed])
         blocks = tuple(
             LoadBlock(group, block_id, chunk.chunk_id, index, chunk.digest)
             for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
         )
         job_id = f"{self._epoch}/load/{transfer_id}"
-        self._new_loads.append(OffloadLoad(job_id, blocks))
-        state, now = self._requests[request.request_id], self._clock.now()
         medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
         since = now if state.promoting_since is None else state.promoting_since
@@ -280,6 +278,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         state.promoting_since = None
         state.num_loaded_blocks += last - first
         self._ledger.open(job_id, self._shards)
+        self._new_loads.append(OffloadLoad(job_id, blocks))
 
     # ---- Store ----
 

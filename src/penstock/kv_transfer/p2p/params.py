@@ -7,15 +7,19 @@ and D gets the address of P.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.utils.errors import RequestError
+from penstock.utils.hosts import is_host
 
 _FIELD = "kv_transfer_params"
 _MAX_TEXT = 4096
+_MAX_SHOWN = 80
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,12}")
 
 Address = tuple[str, int]
 """(host, port)"""
@@ -53,11 +57,10 @@ def read_params(params: Mapping[str, Any]) -> RemoteDecode | RemotePrefill | Non
         return None
     rendezvous = _text(params, "transfer_id")
     if rendezvous:
-        address = _read_url(_text(params, "remote_bootstrap_addr", is_required=True))
+        address = _url(params, "remote_bootstrap_addr")
         return RemotePrefill(address, _text(params, "remote_engine_id"), rendezvous=rendezvous)
-    host = _text(params, "remote_host", is_required=True)
     return RemotePrefill(
-        address=(host, _integer(params, "remote_port", 1, 65535)),
+        address=(_host(params, "remote_host"), _integer(params, "remote_port", 1, 65535)),
         engine_id=_text(params, "remote_engine_id", is_required=True),
         ticket=_text(params, "ticket", is_required=True),
         num_tokens=_integer(params, "remote_num_tokens", 0, 1 << 40),
@@ -67,7 +70,7 @@ def read_params(params: Mapping[str, Any]) -> RemoteDecode | RemotePrefill | Non
 def _flag(params: Mapping[str, Any], name: str) -> bool:
     value = params.get(name)
     if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {value!r}", _FIELD)
+        raise _refusal(name, "true or false", value)
     return bool(value)
 
 
@@ -75,26 +78,48 @@ def _text(params: Mapping[str, Any], name: str, is_required: bool = False) -> st
     value = params.get(name)
     if value is None and not is_required:
         return ""
-    if not isinstance(value, str) or not value or len(value) > _MAX_TEXT:
-        raise RequestError(f"do_remote_prefill needs {name}, a string, in {_FIELD}; got {value!r:.80}", _FIELD)
+    # Neither control characters nor halves of surrogate pairs are printable.
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
+        raise _refusal(name, f"printable text of at most {_MAX_TEXT} characters", value)
     return value
 
 
 def _integer(params: Mapping[str, Any], name: str, least: int, most: int) -> int:
     value = params.get(name)
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise RequestError(f"do_remote_prefill needs {name}, an integer, in {_FIELD}; got {value!r:.80}", _FIELD)
+        raise _refusal(name, f"an integer from {least} to {most}", value)
     return value
 
 
-def _read_url(text: str) -> Address:
-    """Parses `http://host:port` or `host:port`. Raises RequestError."""
+def _host(params: Mapping[str, Any], name: str) -> str:
+    value = _text(params, name, is_required=True)
+    if not is_host(value):
+        raise _refusal(name, "an IP address or a host name", value)
+    return value
+
+
+def _url(params: Mapping[str, Any], name: str) -> Address:
+    """Parses `http://host:port` or `host:port`."""
+    value = _text(params, name, is_required=True)
     try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        if parts.hostname and parts.port:
-            return parts.hostname, parts.port
+        parts = urlsplit(value if "://" in value else f"http://{value}")
+        host, port = parts.hostname or "", parts.port
     except ValueError:
-        pass
-    raise RequestError(f"remote_bootstrap_addr must be an address such as http://127.0.0.1:8998, got {text!r}", _FIELD)
+        host, port, is_plain = "", None, False
+    else:
+        # Nothing may follow the port, and no name of a user precede the host.
+        is_plain = parts.scheme in ("http", "https") and value.isascii() and " " not in value
+        is_plain = is_plain and "@" not in value and value.endswith((f":{port}", f":{port}/"))
+    if not is_plain or not port or not is_host(host):
+        raise _refusal(name, "an address such as http://127.0.0.1:8998", value)
+    return host, port
+
+
+def _refusal(name: str, wanted: str, value: object) -> RequestError:
+    """Shows text and no other value, which may be large."""
+    shown = (
+        f"{value[:_MAX_SHOWN]!r}" if isinstance(value, str) else "nothing" if value is None else type(value).__name__
+    )
+    return RequestError(f"{name} in {_FIELD} must be {wanted}, got {shown}", _FIELD)

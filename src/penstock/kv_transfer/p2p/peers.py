@@ -8,9 +8,11 @@ peers; without them the engine does not start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -27,6 +29,7 @@ _logger = get_logger(__name__)
 REFRESH_SECONDS = 300.0
 _KEY_BYTES = 32
 _MIN_KEY_BYTES = 16
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 def is_loopback(host: str) -> bool:
@@ -175,8 +178,12 @@ def _is_locked(path: Path) -> bool:
     """Returns whether a living process has announced this address. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return False
+    except (FileNotFoundError, ValueError):
+        return False  # ValueError: an address that no path can spell, and so no process has announced
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -211,7 +218,7 @@ def _parse(text: str) -> Address:
     """Parses HOST:PORT. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not is_host(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"peers must be addresses such as 10.0.0.1:5600 or prefill-0.prefill:5600, got {text!r}")
     return canonical_host(host), int(port)
 

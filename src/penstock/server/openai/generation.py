@@ -30,6 +30,7 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
     "num_speculative_tokens", "kv_transfer_params",
 )  # fmt: skip
+_MAX_RANK_DIGITS = 9
 
 
 def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
@@ -235,8 +236,8 @@ def data_parallel_rank(request: Request) -> int | None:
     given = request.headers.get("x-data-parallel-rank")
     if given is None:
         return None
-    if not given.isascii() or not given.isdecimal():
-        raise RequestError(f"X-data-parallel-rank must be a number, got {given!r}", "data_parallel_rank")
+    if not given.isascii() or not given.isdecimal() or len(given) > _MAX_RANK_DIGITS:
+        raise RequestError(f"X-data-parallel-rank must be a number, got {given[:80]!r}", "data_parallel_rank")
     return int(given)
 
 
