@@ -21,10 +21,10 @@ def modules() -> dict[str, ast.Module]:
     return trees
 
 
-def imports(tree: ast.Module) -> set[str]:
-    """Returns every module imported at run time, also inside functions; TYPE_CHECKING blocks are left out."""
+def imports(tree: ast.Module, *, with_types: bool = False) -> set[str]:
+    """Returns every imported module, also inside functions; those under TYPE_CHECKING only `with_types`."""
     found: set[str] = set()
-    for node in _walk_at_run_time(tree):
+    for node in ast.walk(tree) if with_types else _walk_at_run_time(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -33,10 +33,28 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
-def own_imports(module: str) -> set[str]:
-    """The package's other modules that a module imports at run time."""
-    names = {name.removeprefix("penstock.") for name in imports(modules()[module]) if name.startswith("penstock.")}
+def own_imports(module: str, *, with_types: bool = False) -> set[str]:
+    """The package's other modules that a module imports, those of types included if asked for."""
+    found = imports(modules()[module], with_types=with_types)
+    names = {name.removeprefix("penstock.") for name in found if name.startswith("penstock.")}
     return {name for name in names if name in modules() and name != module}
+
+
+def code_lines(tree: ast.Module) -> int:
+    """Returns how many lines have code: no blank lines, comments, docstrings or imports."""
+    lines: set[int] = set()
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
+            skipped.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.match_case | ast.keyword):
+            lines.update((node.lineno, node.end_lineno) if hasattr(node, "lineno") else ())
+    return len(lines - skipped)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text and isinstance(node.value.value, str)
 
 
 def _walk_at_run_time(node: ast.AST):

@@ -5,12 +5,12 @@ A step's needs are the features that any of its rows uses, a bit for each.
 
 from __future__ import annotations
 
+import torch
+
 from penstock.messages.requests import RowRequest
-from penstock.runner.sampling.feature import Feature
-from penstock.runner.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
-from penstock.runner.sampling.noise import SEED
+from penstock.runner.sampling.feature import Column, Feature
+from penstock.runner.sampling.logprobs import LOGPROBS, PROMPT_LOGPROBS, TOP_LOGPROBS
 from penstock.runner.sampling.penalties import PENALTIES
-from penstock.runner.sampling.prompt_logprobs import PROMPT_LOGPROBS
 from penstock.runner.sampling.token_rules import ALLOWED_TOKEN_IDS, BAD_WORDS, LOGIT_BIAS, MIN_TOKENS
 from penstock.runner.sampling.truncation import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
@@ -20,6 +20,11 @@ LOGITS = (LOGIT_BIAS, PENALTIES, ALLOWED_TOKEN_IDS, BAD_WORDS, MIN_TOKENS)
 # These form the distribution that a random row draws from.
 TRUNCATIONS = (MIN_P, TOP_K, TOP_P)
 DISTRIBUTION = (TEMPERATURE, *TRUNCATIONS)
+# The draws' seed, which every row has (`noise`).
+SEED = Feature(
+    concerns=lambda request, _: False,
+    columns=(Column("seed", torch.int64, lambda request, _: ((request.seed + 2**63) % 2**64 - 2**63,)),),
+)
 FEATURES = (*LOGITS, *DISTRIBUTION, SEED, LOGPROBS, TOP_LOGPROBS, PROMPT_LOGPROBS)
 
 

@@ -52,3 +52,4 @@ LOGPROBS = Feature(
     columns=(Column("num_top", torch.int32, num_top),),
 )
 TOP_LOGPROBS = Feature(concerns=lambda request, _: request.sampling_params.logprobs)
+PROMPT_LOGPROBS = Feature(concerns=lambda request, _: request.sampling_params.prompt_logprobs is not None)

@@ -10,9 +10,6 @@ import enum
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-
-from penstock.runner.sampling.feature import Column, Feature
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
@@ -42,9 +39,3 @@ def _mix(value: np.ndarray) -> np.ndarray:
         for shift, multiplier in _MULTIPLIERS:
             value = (value ^ (value >> shift)) * multiplier
     return value ^ (value >> np.uint64(31))
-
-
-SEED = Feature(
-    concerns=lambda request, _: False,
-    columns=(Column("seed", torch.int64, lambda request, _: ((request.seed + 2**63) % 2**64 - 2**63,)),),
-)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from msgspec.structs import replace
 
@@ -11,11 +9,8 @@ from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.models.interface import Model
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import PendingPart
-from penstock.runner.sampling.feature import Feature
 from penstock.runner.sampling.logprobs import PendingLogprobs, Score
-
-if TYPE_CHECKING:
-    from penstock.runner.sampling.states import SamplingStates
+from penstock.runner.sampling.states import SamplingStates
 
 _LOGITS_ROWS = 256  # rows of the vocabulary at a time
 
@@ -57,6 +52,3 @@ class PromptScorer:
         return [
             self._score_tokens(self._model.compute_logits(part.contiguous()), tokens, num_top) for part, tokens in parts
         ]
-
-
-PROMPT_LOGPROBS = Feature(concerns=lambda request, _: request.sampling_params.prompt_logprobs is not None)
