@@ -223,11 +223,11 @@ PD_BUGS = (
         "raise AssertionError(action.job_id)",
     ),
     bug(
-        "digests for another reader's ranks are sent",
-        "pd_splits",
-        "kv_transfer.p2p.known_digests:KnownDigests.can_serve",
-        "return reading is self.reading and",
-        "return",
+        "holds take more than their share of the pool",
+        "pd_tiny_pools",
+        f"{_PRODUCER}.offer",
+        "> self._rules.max_held_blocks:",
+        "> 1 << 30:",
     ),
     bug(
         "a digest that is not needed any more is still awaited",

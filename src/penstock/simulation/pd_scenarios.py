@@ -100,6 +100,7 @@ def _windows(rng: random.Random) -> Setup:
 @_scenario("pd_tiny_pools", "F12, F14: preemption during loads and holds, in pools that hold one request")
 def _tiny_pools(rng: random.Random) -> Setup:
     setup = traffic(_mixed(rng), arrival=0.9, num_requests=14, max_output=20)
+    setup = _pairs(setup, hold_share=rng.choice([0.5, 1.0]))
     return faulty(replace(setup, spare_blocks=rng.choice([0, 1]), max_num_seqs=6), slow=0.5, die=0.1)
 
 

@@ -490,6 +490,7 @@ class Producer:
         assert at_rendezvous == state.at_rendezvous, at_rendezvous.keys() ^ state.at_rendezvous.keys()
         held = Counter(block for hold in holds if hold.offer is not None for block in _blocks_of(hold.offer))
         assert held == state.held_blocks, (held, state.held_blocks)
+        assert len(held) <= self._rules.max_held_blocks, f"{len(held)} blocks of {self._rules.max_held_blocks}"
         awaited = {each.reader.fetch.rendezvous for each in state.parked.values()}
         assert awaited.isdisjoint(state.closed), f"one side has gone from {awaited & state.closed.keys()}"
 
