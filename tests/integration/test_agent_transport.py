@@ -18,7 +18,7 @@ import pytest
 
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
-from penstock.kv_transfer.transports.base import Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.base import TransferHandle, TransferState
 from penstock.kv_transfer.transports.helper_process import joined
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.simulation.conformance import runs_of
@@ -86,8 +86,8 @@ class Pair:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def submit(self, operation: Operation = Operation.READ) -> TransferHandle:
-        return self.reader.submit(operation, self.name, runs_of((0, 0, SIZE)))
+    def submit(self) -> TransferHandle:
+        return self.reader.submit(self.name, runs_of((0, 0, SIZE)))
 
     def read_and_stop_peer(self) -> TransferHandle:
         """Begins a read, and stops all processes of the peer when a part has landed."""
@@ -115,7 +115,7 @@ class Pair:
             while True:
                 try:
                     name = reader.connect(self.peer.descriptor())
-                    handle = reader.submit(Operation.READ, name, runs_of((0, 0, SIZE)))
+                    handle = reader.submit(name, runs_of((0, 0, SIZE)))
                     wait_until(lambda handle=handle: reader.poll(handle).is_settled, "the other read settles")
                     if reader.poll(handle) is TransferState.DONE:
                         break
@@ -174,31 +174,9 @@ def test_an_engine_survives_the_death_of_its_helper_and_starts_another(library: 
 
 def _is_connected(pair: Pair) -> bool:
     try:
-        return pair.settled(pair.reader.submit(Operation.READ, pair.name, runs_of())) is TransferState.DONE
+        return pair.settled(pair.reader.submit(pair.name, runs_of())) is TransferState.DONE
     except PeerError:
         return False
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("library", LIBRARY_KINDS)
-def test_a_write_that_was_given_up_settles_when_the_peer_has_ended_its_agent(library: str) -> None:
-    with pair_of(library) as pair:
-        (helper,) = children(pair.peer.process.pid)
-        pair.signal_peer(signal.SIGSTOP)
-        handle = pair.submit(Operation.WRITE)
-        wait_until(lambda: _is_running(pair), "the write begins")
-        pair.reader.disconnect(pair.name)
-        assert pair.reader.poll(handle) is TransferState.FAILED_UNSETTLED
-        pair.reader.wait([handle], 0.5)
-        assert pair.reader.poll(handle) is TransferState.FAILED_UNSETTLED
-        pair.signal_peer(signal.SIGCONT)
-        assert pair.settled(handle) is TransferState.FAILED_SETTLED
-        assert not is_alive(helper)
-        assert pair.peer.process.poll() is None
-
-
-def _is_running(pair: Pair) -> bool:
-    return pair.reader._peers[pair.name].running is not None
 
 
 @pytest.mark.spread(1)
@@ -213,7 +191,7 @@ def test_helpers_do_not_outlive_their_engine(library: str) -> None:
             "name = reader.connect(base64.b64decode(sys.argv[2]))\n"
             "print('connected', flush=True)\n"
             "sys.stdin.readline()\n"
-            "handle = reader.submit(Operation.READ, name, runs_of((0, 0, SIZE)))\n"
+            "handle = reader.submit(name, runs_of((0, 0, SIZE)))\n"
             "wait_until(lambda: reader._peers[name].running, 'the read begins')\n"
             "print('reading', flush=True)\n"
             "sys.stdin.readline()\n"
