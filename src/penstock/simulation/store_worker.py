@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.view import KVCacheView, gather
@@ -34,6 +33,7 @@ from penstock.simulation.store import (
 )
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
+from penstock.utils.layer_hooks import LayerHooks
 
 
 @dataclass(slots=True)
