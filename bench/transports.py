@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings
-from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferState
+from penstock.kv_transfer.transports.base import DataTransport, TransferState
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
 from penstock.messages.kv_layout import MemoryRegion
@@ -81,7 +81,7 @@ def reading(transport: DataTransport, descriptor: bytes, num_bytes: int, piece: 
 
     def read() -> None:
         nonlocal peer
-        handle = transport.submit(Operation.READ, peer, runs)
+        handle = transport.submit(peer, runs)
         deadline = time.perf_counter() + TRANSFER_SECONDS
         while transport.poll(handle) is TransferState.PENDING and time.perf_counter() < deadline:
             transport.wait([handle], 1.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, KVConnectorOutput, ShardId
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.layer_hooks import LayerHooks
 from penstock.utils.wire import register_kind
 
 CALLS: list[tuple[str, object]] = []

@@ -23,7 +23,7 @@ from penstock.kv_transfer.transports import agent_transport
 from penstock.kv_transfer.transports.agent_protocol import AgentAddress
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
-from penstock.kv_transfer.transports.base import Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.base import TransferHandle, TransferState
 from penstock.kv_transfer.transports.helper_messages import OpenAgent, ServedMemory
 from penstock.kv_transfer.transports.helper_process import joined
 from penstock.kv_transfer.transports.socket_protocol import SocketLimits, decode, encode
@@ -93,8 +93,8 @@ class Pair:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def submit(self, operation: Operation = Operation.READ) -> TransferHandle:
-        return self.reader.submit(operation, self.name, runs_of((0, 0, SIZE)))
+    def submit(self) -> TransferHandle:
+        return self.reader.submit(self.name, runs_of((0, 0, SIZE)))
 
     def read_and_stop_peer(self) -> TransferHandle:
         """Begins a read, and stops all processes of the peer when a part has landed."""
@@ -122,7 +122,7 @@ class Pair:
             while True:
                 try:
                     name = reader.connect(self.peer.descriptor())
-                    handle = reader.submit(Operation.READ, name, runs_of((0, 0, SIZE)))
+                    handle = reader.submit(name, runs_of((0, 0, SIZE)))
                     wait_until(lambda handle=handle: reader.poll(handle).is_settled, "the other read settles")
                     if reader.poll(handle) is TransferState.DONE:
                         break
@@ -181,31 +181,9 @@ def test_an_engine_survives_the_death_of_its_helper_and_starts_another(library: 
 
 def _is_connected(pair: Pair) -> bool:
     try:
-        return pair.settled(pair.reader.submit(Operation.READ, pair.name, runs_of())) is TransferState.DONE
+        return pair.settled(pair.reader.submit(pair.name, runs_of())) is TransferState.DONE
     except PeerError:
         return False
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("library", LIBRARY_KINDS)
-def test_a_write_that_was_given_up_settles_when_the_peer_has_ended_its_agent(library: str) -> None:
-    with pair_of(library) as pair:
-        (helper,) = children(pair.peer.process.pid)
-        pair.signal_peer(signal.SIGSTOP)
-        handle = pair.submit(Operation.WRITE)
-        wait_until(lambda: _is_running(pair), "the write begins")
-        pair.reader.disconnect(pair.name)
-        assert pair.reader.poll(handle) is TransferState.FAILED_UNSETTLED
-        pair.reader.wait([handle], 0.5)
-        assert pair.reader.poll(handle) is TransferState.FAILED_UNSETTLED
-        pair.signal_peer(signal.SIGCONT)
-        assert pair.settled(handle) is TransferState.FAILED_SETTLED
-        assert not is_alive(helper)
-        assert pair.peer.process.poll() is None
-
-
-def _is_running(pair: Pair) -> bool:
-    return pair.reader._peers[pair.name].running is not None
 
 
 @pytest.mark.spread(1)
@@ -220,7 +198,7 @@ def test_helpers_do_not_outlive_their_engine(library: str) -> None:
             "name = reader.connect(base64.b64decode(sys.argv[2]))\n"
             "print('connected', flush=True)\n"
             "sys.stdin.readline()\n"
-            "handle = reader.submit(Operation.READ, name, runs_of((0, 0, SIZE)))\n"
+            "handle = reader.submit(name, runs_of((0, 0, SIZE)))\n"
             "wait_until(lambda: reader._peers[name].running, 'the read begins')\n"
             "print('reading', flush=True)\n"
             "sys.stdin.readline()\n"
@@ -281,13 +259,13 @@ def test_pieces_that_are_contiguous_on_both_sides_are_joined() -> None:
 
 
 class ScriptedHelper:
-    """A helper process of which a test decides what its moves do."""
+    """A helper process of which a test decides what its reads do."""
 
     def __init__(self, defaults: dict[str, str]) -> None:
         self.pid = 0
         self.has_ended = threading.Event()
-        self.moves: list[np.ndarray] = []
-        self.on_move: Callable[[], None] = lambda: None
+        self.reads: list[np.ndarray] = []
+        self.on_read: Callable[[], None] = lambda: None
 
     @property
     def is_running(self) -> bool:
@@ -296,9 +274,9 @@ class ScriptedHelper:
     def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
         return ServedMemory(b"agent", tuple((0, region.num_bytes) for region in message.regions))
 
-    def move(self, operation: Operation, runs: np.ndarray) -> None:
-        self.moves.append(runs)
-        self.on_move()
+    def read(self, runs: np.ndarray) -> None:
+        self.reads.append(runs)
+        self.on_read()
 
     def wait_for_end(self) -> str:
         self.has_ended.wait()
@@ -327,7 +305,7 @@ class ScriptedPair:
         return self.helpers[-1]
 
     def read(self) -> TransferHandle:
-        return self.reader.submit(Operation.READ, self.name, runs_of((0, 0, 64)))
+        return self.reader.submit(self.name, runs_of((0, 0, 64)))
 
     def settled(self, handle: TransferHandle) -> TransferState:
         wait_until(lambda: self.reader.poll(handle).is_settled, "the transfer settles")
@@ -362,7 +340,7 @@ def test_bytes_that_a_helper_reports_after_its_peers_agent_has_ended_are_not_use
         assert peer.has_left.wait(WAIT_SECONDS)
 
     monkeypatch.setattr(AgentTransport, "_lose", lose_late)
-    scripted.helper.on_move = end_peer
+    scripted.helper.on_read = end_peer
     handle = scripted.read()
     try:
         assert scripted.settled(handle) is TransferState.FAILED_SETTLED
@@ -373,7 +351,7 @@ def test_bytes_that_a_helper_reports_after_its_peers_agent_has_ended_are_not_use
 def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     helper, ends = scripted.helper, list[tuple[bool, TransferState]]()
 
-    def move_until_killed() -> None:
+    def read_until_killed() -> None:
         helper.has_ended.wait(WAIT_SECONDS)
         raise PeerError("a helper process has ended")
 
@@ -381,15 +359,15 @@ def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkey
         ends.append((helper.is_running, scripted.reader.poll(running)))
         helper.kill()
 
-    helper.on_move = move_until_killed
+    helper.on_read = read_until_killed
     monkeypatch.setattr(helper, "end", end)
     running, queued = scripted.read(), scripted.read()
-    wait_until(lambda: helper.moves, "the read begins")
+    wait_until(lambda: helper.reads, "the read begins")
     scripted.reader.disconnect(scripted.name)
     assert scripted.reader.poll(queued) is TransferState.FAILED_SETTLED
     assert scripted.settled(running) is TransferState.FAILED_SETTLED
     assert ends == [(False, TransferState.FAILED_UNSETTLED)], "it was killed before"
-    assert len(helper.moves) == 1
+    assert len(helper.reads) == 1
     with pytest.raises(PeerError, match="not connected"):
         scripted.read()
 
@@ -404,10 +382,10 @@ def test_transfers_outside_of_the_memory_or_beyond_the_limit_are_refused(
         (runs_of((0, 0, 1), (1, 1, 1), (2, 2, 1)), "the limit is 2"),
     ):
         with pytest.raises(PeerError, match=reason):
-            scripted.reader.submit(Operation.READ, scripted.name, runs)
-    handle = scripted.reader.submit(Operation.READ, scripted.name, runs_of((0, 0, 32), (32, 32, 32)))
+            scripted.reader.submit(scripted.name, runs)
+    handle = scripted.reader.submit(scripted.name, runs_of((0, 0, 32), (32, 32, 32)))
     assert scripted.settled(handle) is TransferState.DONE
-    assert len(scripted.helper.moves) == 1
+    assert len(scripted.helper.reads) == 1
 
 
 def test_descriptors_of_another_library_or_another_life_are_refused(scripted: ScriptedPair) -> None:

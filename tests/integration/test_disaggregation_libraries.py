@@ -14,7 +14,6 @@ from penstock import LLM, SamplingParams
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES
-from penstock.kv_transfer.transports.base import Operation
 from penstock.simulation.conformance import runs_of
 from penstock.utils.errors import ConfigError
 from penstock.utils.shared_memory import create_memory
@@ -132,7 +131,7 @@ def read_from(library: str, transport: AgentTransport) -> None:
     other = endpoint(library, memory, transport._key)
     try:
         name = other.connect(transport.descriptor())
-        handle = other.submit(Operation.READ, name, runs_of((0, 0, 1 << 16)))
+        handle = other.submit(name, runs_of((0, 0, 1 << 16)))
         wait_until(lambda: other.poll(handle).is_settled, "the read settles")
     finally:
         other.close()

@@ -17,7 +17,7 @@ import pytest
 
 from penstock.kv_transfer.authentication import Authentication
 from penstock.kv_transfer.transports import shared_memory
-from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.base import DataTransport, TransferHandle, TransferState
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.socket_protocol import (
     PURPOSE,
@@ -68,13 +68,13 @@ def authenticated(transport: SocketsTransport) -> Stream:
     """Returns an authenticated client that can send anything."""
     stream = Stream(plain(transport), 10)
     stream.authenticate(KEY, True, PURPOSE, 10, 1 << 20)
-    stream.send(encode(Hello(address(transport).epoch, "a test")))
+    stream.send(encode(Hello(address(transport).epoch)))
     assert decode(Answer, stream.receive()) == Answer(num_bytes=SIZE)
     return stream
 
 
-def request(operation: Operation, *ranges: tuple[int, int]) -> bytes:
-    return encode(Request(operation, np.array(ranges, np.int64).tobytes(), b""))
+def request(*ranges: tuple[int, int]) -> bytes:
+    return encode(Request(np.array(ranges, np.int64).tobytes()))
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -98,7 +98,7 @@ def works(server: SocketsTransport) -> bool:
     client = endpoint(SocketLimits())
     try:
         peer = client.connect(server.descriptor())
-        return end_of(client, client.submit(Operation.READ, peer, runs_of((0, 0, SIZE)))) is TransferState.DONE
+        return end_of(client, client.submit(peer, runs_of((0, 0, SIZE)))) is TransferState.DONE
     finally:
         client.close()
 
@@ -166,14 +166,13 @@ def test_a_client_with_a_slow_handshake_is_closed(server: SocketsTransport) -> N
         ([(0, 1)] * 101, "the limit is 100 runs"),
     ],
 )
-@pytest.mark.parametrize("operation", Operation)
 def test_ranges_that_a_client_did_not_check_are_refused_by_the_server(
-    server: SocketsTransport, operation: Operation, ranges: list[tuple[int, int]], message: str
+    server: SocketsTransport, ranges: list[tuple[int, int]], message: str
 ) -> None:
     stream = authenticated(server)
-    stream.send(request(operation, *ranges))
+    stream.send(request(*ranges))
     assert message in decode(Answer, stream.receive()).refusal
-    stream.send(request(Operation.READ, (0, 8)))
+    stream.send(request((0, 8)))
     assert decode(Answer, stream.receive()) == Answer()
     stream.close()
 
@@ -181,7 +180,7 @@ def test_ranges_that_a_client_did_not_check_are_refused_by_the_server(
 def test_more_bytes_than_the_limit_are_refused() -> None:
     server = endpoint(SocketLimits(max_bytes=SIZE))
     stream = authenticated(server)
-    stream.send(request(Operation.READ, (0, SIZE), (0, 1)))
+    stream.send(request((0, SIZE), (0, 1)))
     assert "more than" in decode(Answer, stream.receive()).refusal
     stream.close()
     server.close()
@@ -202,9 +201,9 @@ def test_a_reader_that_does_not_read_is_closed_and_others_are_served_meanwhile()
     server = endpoint(num_bytes=big)
     stream = Stream(plain(server), 10)
     stream.authenticate(KEY, True, PURPOSE, 10, 1 << 20)
-    stream.send(encode(Hello(address(server).epoch, "a slow reader")))
+    stream.send(encode(Hello(address(server).epoch)))
     assert decode(Answer, stream.receive()).num_bytes == big
-    stream.send(request(Operation.READ, (0, big)))
+    stream.send(request((0, big)))
     assert works(server)
     into = np.zeros(big, np.uint8)
     segments = np.array([[into.ctypes.data, big]], np.int64)
@@ -239,7 +238,7 @@ def test_a_server_that_stalls_ends_the_transfer() -> None:
         serving.start()
         client = endpoint()
         peer = client.connect(encode(Address("127.0.0.1", listener.getsockname()[1], b"e" * 16)))
-        handle = client.submit(Operation.READ, peer, runs_of((0, 0, SIZE)))
+        handle = client.submit(peer, runs_of((0, 0, SIZE)))
         assert end_of(client, handle) is TransferState.FAILED_SETTLED
         ended.set()
         serving.join()
@@ -274,7 +273,7 @@ def test_more_runs_than_the_limit_are_refused_by_submit(server: SocketsTransport
     client = endpoint()
     peer = client.connect(server.descriptor())
     with pytest.raises(PeerError, match="the limit is 100"):
-        client.submit(Operation.READ, peer, runs_of(*[(0, 0, 1)] * 101))
+        client.submit(peer, runs_of(*[(0, 0, 1)] * 101))
     client.close()
 
 
@@ -294,90 +293,11 @@ def shared_endpoint() -> SharedMemoryTransport:
 def test_the_end_of_a_transfer_wakes_waiting_threads(make: Callable[[], SocketsTransport]) -> None:
     left, right = make(), make()
     peer = left.connect(right.descriptor())
-    whole = runs_of((0, 0, SIZE))
-    window = right.open_window(whole[:, 1:]) if right.can_settle_incoming_writes else b""
-    handle = left.submit(Operation.WRITE, peer, whole, b"news", window)
+    handle = left.submit(peer, runs_of((0, 0, SIZE)))
     started = time.monotonic()
     while not left.poll(handle).is_settled:
         left.wait([handle], 20)
     assert time.monotonic() - started < 10
-    left.close()
-    right.close()
-
-
-def test_a_window_closes_while_its_writer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer is like a stopped process: the owner of the memory does not wait for it and discards late bytes."""
-    stuck, continues, real = threading.Event(), threading.Event(), Stream.send_segments
-
-    def send_segments(stream: Stream, segments: np.ndarray) -> None:
-        half = segments.copy()
-        half[:, 1] //= 2
-        real(stream, half)
-        stuck.set()
-        assert continues.wait(60)
-        half[:, 0] += half[:, 1]
-        real(stream, half)
-
-    monkeypatch.setattr(Stream, "send_segments", send_segments)
-    memory = memoryview(bytearray(SIZE))
-    left, right = endpoint(), SocketsTransport("127.0.0.1", KEY)
-    left._memory._regions[0][:] = b"\1" * SIZE
-    right.register([memory])
-    whole = runs_of((0, 0, SIZE))
-    window, other = right.open_window(whole[:, 1:]), right.open_window(whole[:, 1:])
-    peer = left.connect(right.descriptor())
-    handle = left.submit(Operation.WRITE, peer, whole, window=window)
-    assert stuck.wait(30)
-    assert not right.is_window_closed(window)
-    right.close_window(window)
-    deadline = time.monotonic() + 20
-    while not right.is_window_closed(window):
-        assert time.monotonic() < deadline, "the window waits for its writer"
-        right.wait([], 0.01)
-    assert not right.is_window_closed(other)
-    memory[:] = bytes(SIZE)
-    continues.set()
-    assert end_of(left, handle) is TransferState.FAILED_SETTLED
-    monkeypatch.undo()
-    peer = left.connect(right.descriptor())
-    assert end_of(left, left.submit(Operation.WRITE, peer, whole, window=window)) is TransferState.FAILED_SETTLED
-    assert memory == bytes(SIZE), "a late byte has landed"
-    assert end_of(left, left.submit(Operation.WRITE, peer, whole, window=other)) is TransferState.DONE
-    assert memory == b"\1" * SIZE
-    left.close()
-    right.close()
-
-
-def test_a_window_that_closes_ends_no_write_in_another_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, real = [threading.Event(), threading.Event()], Stream.send_segments
-    gates = iter(goes_on)
-    is_writing = threading.Semaphore(0)
-
-    def send_segments(stream: Stream, segments: np.ndarray) -> None:
-        mine = next(gates)
-        is_writing.release()
-        assert mine.wait(60)
-        real(stream, segments)
-
-    monkeypatch.setattr(Stream, "send_segments", send_segments)
-    left, right = endpoint(), SocketsTransport("127.0.0.1", KEY)
-    right.register([memoryview(bytearray(2 * SIZE))])
-    peer = left.connect(right.descriptor())
-    handles: list[TransferHandle] = []
-    windows: list[bytes] = []
-    for number in range(2):
-        runs = runs_of((0, number * SIZE, SIZE))
-        windows.append(right.open_window(runs[:, 1:]))
-        handles.append(left.submit(Operation.WRITE, peer, runs, window=windows[-1]))
-        assert is_writing.acquire(timeout=30)
-    right.close_window(windows[0])
-    goes_on[0].set()
-    assert end_of(left, handles[0]) is TransferState.FAILED_SETTLED
-    goes_on[1].set()
-    assert end_of(left, handles[1]) is TransferState.DONE
-    monkeypatch.undo()
-    again = left.submit(Operation.WRITE, peer, runs_of((0, SIZE, SIZE)), window=windows[1])
-    assert end_of(left, again) is TransferState.DONE
     left.close()
     right.close()
 
@@ -388,7 +308,7 @@ def test_a_closed_endpoint_leaves_no_thread_and_no_descriptor(make: Callable[[],
     left, right = make(), make()
     for a, b in ((left, right), (right, left)):
         peer = a.connect(b.descriptor())
-        handles = [a.submit(Operation.READ, peer, runs_of((0, 0, SIZE))) for _ in range(5)]
+        handles = [a.submit(peer, runs_of((0, 0, SIZE))) for _ in range(5)]
         assert end_of(a, handles[0]) is TransferState.DONE
     left.close()
     right.close()
@@ -475,6 +395,6 @@ def test_connections_are_refused_while_no_thread_can_start(
         with pytest.raises(PeerError):
             left.connect(right.descriptor())
     peer = left.connect(right.descriptor())
-    assert end_of(left, left.submit(Operation.READ, peer, runs_of((0, 0, 8)))) is TransferState.DONE
+    assert end_of(left, left.submit(peer, runs_of((0, 0, 8)))) is TransferState.DONE
     left.close()
     right.close()

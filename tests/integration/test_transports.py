@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.kv_transfer.transports import shared_memory
-from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.base import DataTransport, TransferHandle, TransferState
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
 from penstock.simulation.conformance import TransportRig, check_transport, runs_of
 from penstock.utils.errors import PeerError
@@ -72,29 +72,26 @@ class Pair:
         self.left.register([self.near])
         self.right.register([self.far])
         self.peer = self.left.connect(self.right.descriptor())
-        is_guarded = self.right.can_settle_incoming_writes
-        self.window = self.right.open_window(self.whole[:, 1:]) if is_guarded else b""
 
     def signal(self, number: int) -> None:
         os.kill(self.right.process.pid, number)
 
-    def begin_and_stop(self, operation: Operation) -> TransferHandle:
-        """Begins a transfer, and stops the peer when a part has landed."""
-        source, target = (self.far, self.near) if operation is Operation.READ else (self.near, self.far)
-        np.frombuffer(source, np.uint8)[:] = 2
-        # On a busy machine, the transfer may have ended before the peer is stopped.
+    def begin_and_stop(self) -> TransferHandle:
+        """Begins a read, and stops the peer when a part has landed."""
+        np.frombuffer(self.far, np.uint8)[:] = 2
+        # On a busy machine, the read may have ended before the peer is stopped.
         for _ in range(20):
-            np.frombuffer(target, np.uint8)[:] = 1
-            handle = self.left.submit(operation, self.peer, self.whole, window=self.window)
+            np.frombuffer(self.near, np.uint8)[:] = 1
+            handle = self.left.submit(self.peer, self.whole)
             deadline = time.monotonic() + 10
-            while target[0] == 1:
+            while self.near[0] == 1:
                 assert time.monotonic() < deadline, "nothing has landed"
             self.signal(signal.SIGSTOP)
-            if self.left.poll(handle) is TransferState.PENDING and target[-1] == 1:
+            if self.left.poll(handle) is TransferState.PENDING and self.near[-1] == 1:
                 return handle
             self.signal(signal.SIGCONT)
             assert self.state_after(handle, is_settled) is TransferState.DONE
-        pytest.fail("no transfer was stopped midway")
+        pytest.fail("no read was stopped midway")
 
     def state_after(self, handle: TransferHandle, is_over: Callable[[TransferState], bool]) -> TransferState:
         deadline = time.monotonic() + 10
@@ -144,8 +141,8 @@ class Gate:
 
 def test_a_peer_that_is_killed_during_a_read_over_sockets() -> None:
     with pair_of("sockets") as pair:
-        handle = pair.begin_and_stop(Operation.READ)
-        queued = [pair.left.submit(Operation.READ, pair.peer, pair.whole) for _ in range(3)]
+        handle = pair.begin_and_stop()
+        queued = [pair.left.submit(pair.peer, pair.whole) for _ in range(3)]
         pair.signal(signal.SIGKILL)
         for each in (handle, *queued):
             assert pair.state_after(each, is_settled) is TransferState.FAILED_SETTLED
@@ -153,17 +150,14 @@ def test_a_peer_that_is_killed_during_a_read_over_sockets() -> None:
         pair.left.wait([handle], 0.3)
         assert before.is_unchanged()
         with pytest.raises(PeerError, match="not connected"):
-            pair.left.submit(Operation.READ, pair.peer, pair.whole)
+            pair.left.submit(pair.peer, pair.whole)
 
 
-@pytest.mark.parametrize("operation", Operation)
-def test_a_peer_that_is_killed_during_a_copy_of_shared_memory(
-    operation: Operation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_is_killed_during_a_copy_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with pair_of("shared_memory") as pair:
-        handle = pair.left.submit(operation, pair.peer, pair.whole)
-        queued = pair.left.submit(operation, pair.peer, pair.whole)
+        handle = pair.left.submit(pair.peer, pair.whole)
+        queued = pair.left.submit(pair.peer, pair.whole)
         assert gate.has_begun.wait(10)
         pair.signal(signal.SIGKILL)
         assert pair.state_after(queued, is_settled) is TransferState.FAILED_SETTLED
@@ -175,7 +169,7 @@ def test_a_peer_that_is_killed_during_a_copy_of_shared_memory(
         pair.left.wait([handle], 0.2)
         assert before.is_unchanged()
         with pytest.raises(PeerError, match="not connected"):
-            pair.left.submit(operation, pair.peer, pair.whole)
+            pair.left.submit(pair.peer, pair.whole)
 
 
 def test_bytes_of_shared_memory_whose_owner_has_died_meanwhile_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +188,7 @@ def test_bytes_of_shared_memory_whose_owner_has_died_meanwhile_are_not_used(monk
     monkeypatch.setattr(shared_memory, "copy_in_pieces", copy_and_kill)
     with pair_of("shared_memory") as pair:
         try:
-            handle = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+            handle = pair.left.submit(pair.peer, pair.whole)
             assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
         finally:
             has_settled.set()
@@ -202,7 +196,7 @@ def test_bytes_of_shared_memory_whose_owner_has_died_meanwhile_are_not_used(monk
 
 def test_nothing_lands_when_a_stopped_peer_continues_after_it_was_given_up() -> None:
     with pair_of("sockets") as pair:
-        handle = pair.begin_and_stop(Operation.READ)
+        handle = pair.begin_and_stop()
         pair.left.disconnect(pair.peer)
         assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
         before = Snapshot(pair.near)
@@ -211,40 +205,15 @@ def test_nothing_lands_when_a_stopped_peer_continues_after_it_was_given_up() -> 
         assert before.is_unchanged()
         assert pair.near[-1] == 1
         pair.peer = pair.left.connect(pair.right.descriptor())
-        again = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+        again = pair.left.submit(pair.peer, pair.whole)
         assert pair.state_after(again, is_settled) is TransferState.DONE
         assert np.array_equal(np.frombuffer(pair.near, np.uint8), np.frombuffer(pair.far, np.uint8))
-
-
-def test_a_write_to_a_stopped_peer_settles_only_when_the_peer_has_ended_it() -> None:
-    with pair_of("sockets") as pair:
-        handle = pair.begin_and_stop(Operation.WRITE)
-        pair.left.disconnect(pair.peer)
-        assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
-        pair.left.wait([handle], 0.5)
-        # The peer will still read the data that the kernel has received for it.
-        assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
-        pair.signal(signal.SIGCONT)
-        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
-        before = Snapshot(pair.far)
-        pair.left.wait([handle], 0.3)
-        assert before.is_unchanged()
-        assert pair.far[-1] == 1
-
-
-def test_a_write_to_a_killed_peer_settles() -> None:
-    with pair_of("sockets") as pair:
-        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole, window=pair.window)
-        pair.signal(signal.SIGSTOP)
-        pair.left.disconnect(pair.peer)
-        pair.signal(signal.SIGKILL)
-        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
 
 
 def test_shared_memory_is_not_copied_after_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with pair_of("shared_memory") as pair:
-        handle = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+        handle = pair.left.submit(pair.peer, pair.whole)
         assert gate.has_begun.wait(10)
         pair.left.disconnect(pair.peer)
         assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
@@ -257,7 +226,7 @@ def test_shared_memory_is_not_copied_after_it_was_given_up(monkeypatch: pytest.M
 def test_closing_an_endpoint_waits_for_the_copies_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with pair_of("shared_memory") as pair:
-        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole)
+        handle = pair.left.submit(pair.peer, pair.whole)
         assert gate.has_begun.wait(10)
         closing = threading.Thread(target=pair.right.close)
         closing.start()

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
 from penstock.kv_transfer.transports.agents import AgentSettings
-from penstock.kv_transfer.transports.base import DataTransport, Notification, Operation, PeerId, TransferHandle
+from penstock.kv_transfer.transports.base import DataTransport, PeerId, TransferHandle
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
 from penstock.messages.kv_layout import MemoryRegion
@@ -84,22 +84,9 @@ class RemoteTransport:
 
     def register(self, regions: Sequence[memoryview]) -> None:
         self._ask("register", [(each.name, len(each.view)) for each in self._memories.of(regions)])
-        self.can_settle_incoming_writes: bool = self._ask("can_settle_incoming_writes")
 
     def descriptor(self) -> bytes:
         return base64.b64decode(self._ask("descriptor"))
-
-    def notifications(self) -> list[Notification]:
-        return [Notification(peer, base64.b64decode(message)) for peer, message in self._ask("notifications")]
-
-    def open_window(self, ranges: np.ndarray) -> bytes:
-        return base64.b64decode(self._ask("open_window", ranges.tolist()))
-
-    def close_window(self, name: bytes) -> None:
-        self._ask("close_window", base64.b64encode(name).decode())
-
-    def is_window_closed(self, name: bytes) -> bool:
-        return self._ask("is_window_closed", base64.b64encode(name).decode())
 
     def close(self) -> None:
         """Closes the endpoint; idempotent, also after the process has been killed."""
@@ -114,9 +101,7 @@ class RemoteTransport:
     def connect(self, descriptor: bytes) -> PeerId:
         raise NotImplementedError
 
-    def submit(
-        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
-    ) -> TransferHandle:
+    def submit(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
         raise NotImplementedError
 
     poll: Any = submit
@@ -137,34 +122,11 @@ def main() -> None:
         assert transport is not None
         return base64.b64encode(transport.descriptor()).decode()
 
-    def notifications() -> list[tuple[str, str]]:
-        assert transport is not None
-        return [(each.peer, base64.b64encode(each.message).decode()) for each in transport.notifications()]
-
-    def can_settle_incoming_writes() -> bool:
-        assert transport is not None
-        return transport.can_settle_incoming_writes
-
-    def open_window(ranges: list[list[int]]) -> str:
-        assert transport is not None
-        return base64.b64encode(transport.open_window(np.array(ranges, np.int64).reshape(-1, 2))).decode()
-
-    def close_window(name: str) -> None:
-        assert transport is not None
-        transport.close_window(base64.b64decode(name))
-
-    def is_window_closed(name: str) -> bool:
-        assert transport is not None
-        return transport.is_window_closed(base64.b64decode(name))
-
     def close() -> None:
         if transport is not None:
             transport.close()
 
-    windows = (can_settle_incoming_writes, open_window, close_window, is_window_closed)
-    actions: dict[str, Callable[..., Any]] = {
-        each.__name__: each for each in (register, descriptor, notifications, *windows, close)
-    }
+    actions: dict[str, Callable[..., Any]] = {each.__name__: each for each in (register, descriptor, close)}
     for line in sys.stdin:
         action, *arguments = json.loads(line)
         sys.stdout.write(json.dumps(actions[action](*arguments)) + "\n")

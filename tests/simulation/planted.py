@@ -406,8 +406,8 @@ BUGS = (
         "layer hooks are not called",
         "layerwise_loads",
         "kv_transfer.kv_step:KVStep.hooks",
-        "self._active.layer_hooks or self._no_hooks",
-        "self._no_hooks",
+        "self._active.layer_hooks or NO_HOOKS",
+        "NO_HOOKS",
     ),
     bug(
         "the first of several connectors loads what another has",

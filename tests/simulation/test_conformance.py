@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.kv_transfer.connector import Match, RequestView
-from penstock.kv_transfer.transports.base import Operation, TransferState
+from penstock.kv_transfer.transports.base import TransferState
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.simulation.backing import Backing, StoreBacking
 from penstock.simulation.conformance import CONNECTOR_SCENARIOS, TransportRig, check_connector, check_transport, runs_of
@@ -34,7 +34,7 @@ def test_an_engine_without_a_connector_conforms() -> None:
 
 
 def make_rig(delay: float = 0.01) -> TransportRig:
-    fabric = MemoryFabric(ManualClock(), lambda operation, size: Fault(delay=delay))
+    fabric = MemoryFabric(ManualClock(), lambda: Fault(delay=delay))
     left, right = fabric.endpoint("left"), fabric.endpoint("right")
 
     def restart() -> MemoryTransport:
@@ -81,13 +81,13 @@ def test_a_transport_that_reads_from_a_restarted_peer_is_refused(monkeypatch: py
 
 def begin_read(fault: Fault, drain: float = 0.0) -> tuple[MemoryFabric, MemoryTransport, object, bytearray]:
     """Begins a read of 100 bytes of ones into zeros, with a fault."""
-    fabric = MemoryFabric(ManualClock(), lambda operation, size: fault, drain)
+    fabric = MemoryFabric(ManualClock(), lambda: fault, drain)
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
     memory = bytearray(100)
     here.register([memoryview(memory)])
     there.register([memoryview(bytearray(b"\x01" * 100))])
     peer = here.connect(there.descriptor())
-    return fabric, here, here.submit(Operation.READ, peer, runs_of((0, 0, 100)), b"done"), memory
+    return fabric, here, here.submit(peer, runs_of((0, 0, 100))), memory
 
 
 def pass_time(fabric: MemoryFabric, seconds: float) -> None:
@@ -139,12 +139,3 @@ def test_states_of_transfers_with_faults(kind: FaultKind, state: TransferState, 
     pass_time(fabric, 1.0)
     assert here.poll(handle) is state
     assert sum(memory) == landed
-
-
-def test_a_notification_may_arrive_twice() -> None:
-    fabric = MemoryFabric(ManualClock(), lambda operation, size: Fault(duplicates_notification=True))
-    here, there = fabric.endpoint("here"), fabric.endpoint("there")
-    window = there.open_window(runs_of()[:, 1:])
-    here.submit(Operation.WRITE, here.connect(there.descriptor()), runs_of(), b"done", window)
-    assert [each.message for each in there.notifications()] == [b"done", b"done"]
-    assert not there.notifications()

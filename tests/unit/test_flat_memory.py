@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from penstock.kv_transfer.transports.flat_memory import (
     FlatMemory,
-    RangeSet,
     check_ranges,
     check_runs,
     merged,
@@ -87,17 +86,3 @@ def test_small_and_large_runs_are_copied(size):
     num_pieces = len(list(copy_in_pieces(runs)))
     assert num_pieces >= count * size / (8 << 20)
     assert (into.reshape(count, size) == source.reshape(count, size)[order]).all()
-
-
-_RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=6)
-
-
-@given(_RANGES, _RANGES)
-def test_a_range_set_covers_exactly_the_ranges_whose_bytes_it_contains(owned, asked):
-    def array(ranges):
-        return np.array(ranges, np.int64).reshape(-1, 2)
-
-    def bytes_of(ranges):
-        return {byte for start, size in ranges for byte in range(start, start + size)}
-
-    assert RangeSet(array(owned)).covers(array(asked)) == (bytes_of(asked) <= bytes_of(owned))

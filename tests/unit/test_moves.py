@@ -129,7 +129,7 @@ class Rig:
         self.clock = ManualClock()
         self.fault = Fault()
         self.next_faults: list[Fault] = []
-        fabric = MemoryFabric(self.clock, lambda *_: self.next_faults.pop(0) if self.next_faults else self.fault)
+        fabric = MemoryFabric(self.clock, lambda: self.next_faults.pop(0) if self.next_faults else self.fault)
         self.here = fabric.endpoint("here")
         self.here.register([memory_of(layout).data])
         self.slices = sources(layout, theirs, shard)
@@ -165,7 +165,7 @@ def test_the_connections_to_all_ranks_may_have_ended_since_the_last_move() -> No
 def test_a_connection_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, attempts = Rig(), list[PeerId]()
 
-    def refuse(operation: object, peer: PeerId, runs: np.ndarray, **_: object) -> TransferHandle:
+    def refuse(peer: PeerId, runs: np.ndarray) -> TransferHandle:
         attempts.append(peer)
         raise PeerError(f"{peer} is not connected")
 

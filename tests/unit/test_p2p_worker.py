@@ -17,7 +17,7 @@ _READ = ReadJob(job_id="load", peer="p/1", block_ids=((1,),), remote_block_ids=(
 @pytest.mark.parametrize("has_time", [True, False])
 def test_a_step_without_work_waits_for_a_short_read(has_time: bool) -> None:
     clock = ManualClock()
-    fabric = MemoryFabric(clock, lambda _operation, _size: Fault(delay=0.001))
+    fabric = MemoryFabric(clock, lambda: Fault(delay=0.001))
     sender = fabric.endpoint("p")
     there = make_memory()
     sender.register(there.region_memory())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
+
+from penstock.utils.layer_hooks import NO_HOOKS, LayerHooks
 
 if TYPE_CHECKING:
     from penstock.attention.backend import AttentionBackend
@@ -26,23 +28,6 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset, where a token's KV is stored
     max_query_len: int  # of a request, an upper bound
     max_seq_len: int  # an upper bound
-
-
-class LayerHooks(Protocol):
-    """Hooks called before and after every attention layer of the target model."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str) -> None: ...
-
-
-class NoHooks:
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str) -> None: ...
-
-
-NO_HOOKS = NoHooks()
 
 
 @dataclass(frozen=True, slots=True)

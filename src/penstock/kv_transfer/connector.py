@@ -28,6 +28,7 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
+from penstock.utils.layer_hooks import LayerHooks
 
 
 class RequestView(Protocol):
@@ -194,21 +195,6 @@ class SchedulerConnector(Protocol):
         ...
 
     def shutdown(self) -> None: ...
-
-
-class LayerHooks(Protocol):
-    """Hooks called around every attention layer of the target model."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Called before the layer stores and reads."""
-        ...
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        """Called when the layer has stored the step's keys and values.
-
-        A speculator's layers, which run over the step several times, are complete at `wait_for_save`.
-        """
-        ...
 
 
 class WorkerConnector(Protocol):

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LayerHooks, LoadEnded, Match, RequestView
+from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
@@ -39,6 +39,7 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
+from penstock.utils.layer_hooks import LayerHooks
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import register_kind
 

@@ -13,10 +13,11 @@ import enum
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.kv_transfer.connector import LayerHooks, WorkerConnector
-from penstock.kv_transfer.null import NullLayerHooks, NullWorkerConnector
+from penstock.kv_transfer.connector import WorkerConnector
+from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.layer_hooks import NO_HOOKS, LayerHooks
 
 _Result = TypeVar("_Result")
 
@@ -43,7 +44,6 @@ class KVStep:
     def __init__(self, connector: WorkerConnector) -> None:
         self._connector = connector
         self._null = NullWorkerConnector()
-        self._no_hooks = NullLayerHooks()
         self._active: WorkerConnector = self._null
         self.state = KVStepState.IDLE
         self._metadata: KVConnectorMetadata | None = None
@@ -52,7 +52,7 @@ class KVStep:
     @property
     def hooks(self) -> LayerHooks:
         """Returns the hooks that this step's forward pass calls around its layers."""
-        return self._active.layer_hooks or self._no_hooks
+        return self._active.layer_hooks or NO_HOOKS
 
     def run_forward(self, plan: SchedulerOutput, forward: Callable[[], _Result]) -> _Result:
         """Runs the first half. `forward` updates the rows and launches the target's forward pass, if there is one."""

@@ -21,7 +21,6 @@ from penstock.kv_transfer.connector import (
     ConnectorEvent,
     FinishAction,
     FinishResult,
-    LayerHooks,
     LoadEnded,
     Match,
     Released,
@@ -50,6 +49,7 @@ from penstock.messages.kv_transfer import (
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
+from penstock.utils.layer_hooks import LayerHooks
 from penstock.utils.wire import register_kind
 
 _SEPARATOR = "\n"

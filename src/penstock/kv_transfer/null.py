@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.kv_transfer.connector import FREED, NO_MATCH, ConnectorEvent, FinishResult, LayerHooks, Match, RequestView
+from penstock.kv_transfer.connector import FREED, NO_MATCH, ConnectorEvent, FinishResult, Match, RequestView
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_transfer import (
     NO_OUTPUT,
@@ -18,6 +18,7 @@ from penstock.messages.kv_transfer import (
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
+from penstock.utils.layer_hooks import LayerHooks
 
 
 class NullSchedulerConnector:
@@ -68,14 +69,6 @@ def set_handshakes_of_one_stage(part: Any, payloads: Mapping[ShardId, HandshakeP
     take = getattr(part, "set_xfer_handshake_metadata", None)
     if take is not None:
         take({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
-
-
-class NullLayerHooks:
-    """Does nothing."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str) -> None: ...
 
 
 class NullWorkerConnector:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
-from penstock.kv_transfer.transports.base import Operation
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric, MemoryTransport
@@ -138,10 +137,10 @@ class StoreBacking(Backing):
 
     def touching(self, name: str) -> Iterable[Touch]:
         for transport, worker in zip(self._endpoints.get(name, ()), self._workers.get(name, ()), strict=False):
-            for operation, offset, _ in self._fabric.moving(transport):
+            for offset, _, is_written in self._fabric.touched(transport):
                 block_id = worker.block_at(offset)
                 if block_id is not None:
-                    yield Touch(block_id, operation is Operation.READ)
+                    yield Touch(block_id, is_written)
 
     def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
         for entry in self._store.entries.values():
@@ -166,7 +165,7 @@ class BackingContext:
         self.has_faults = True
         self._rng = rng
 
-    def fault_of(self, operation: Operation, num_bytes: int) -> Fault:
+    def fault_of(self) -> Fault:
         """Draws the fault of a transfer."""
         rng, faults = self._rng, self.setup.faults
         delay = rng.uniform(0.0, faults.max_delay if rng.random() < faults.slow else 0.004)
@@ -181,7 +180,7 @@ class BackingContext:
             )
             weights = (faults.drop, faults.lost_completion, faults.die, faults.die_unsettled, faults.corrupt)
             kind = rng.choices((FaultKind.NONE, *kinds), (1 - sum(weights), *weights))[0]
-        return Fault(kind, delay, rng.random(), rng.uniform(0.0, 0.5), rng.random() < faults.repeated)
+        return Fault(kind, delay, rng.random(), rng.uniform(0.0, 0.5))
 
     def is_struck(self) -> bool:
         """Whether a byte of memory is corrupted in this tick."""

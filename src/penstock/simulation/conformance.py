@@ -14,14 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from penstock.kv_transfer.transports.base import (
-    DataTransport,
-    Notification,
-    Operation,
-    PeerId,
-    TransferHandle,
-    TransferState,
-)
+from penstock.kv_transfer.transports.base import DataTransport, PeerId, TransferHandle, TransferState
 from penstock.simulation.backing import Backing, BackingContext
 from penstock.simulation.checked import CheckedBacking
 from penstock.simulation.scenarios import SCENARIOS
@@ -112,7 +105,6 @@ class _Pair:
         self.left.register(self._near)
         self.right.register(self._far)
         self.peer: PeerId = self.left.connect(self.right.descriptor())
-        self.window = self.right.open_window(_WHOLE[:, 1:]) if self.right.can_settle_incoming_writes else b""
 
     @property
     def near(self) -> bytes:
@@ -136,12 +128,9 @@ class _Pair:
         memory[:] = data
         right.register([memory])
 
-    def move(
-        self, operation: Operation, runs: np.ndarray, notify: bytes = b"", window: bytes | None = None
-    ) -> TransferState:
-        """Submits and waits for the end. A write goes to the window that is open over the whole memory, or another."""
-        window = self.window if window is None else window
-        handle = self.left.submit(operation, self.peer, runs, notify, b"" if operation is Operation.READ else window)
+    def read(self, runs: np.ndarray) -> TransferState:
+        """Submits and waits for the end."""
+        handle = self.left.submit(self.peer, runs)
         self.settle([handle])
         state = self.left.poll(handle)
         assert state.is_settled, f"a transfer has not ended in {_SECONDS} seconds: {state}"
@@ -165,13 +154,11 @@ class _Pair:
 def check_transport(make: Callable[[], TransportRig]) -> None:
     """Checks the contract of `transports/base.py` without scripted faults."""
     for check in (
-        _check_reads_and_writes,
+        _check_reads,
         _check_nothing_else_changes,
         _check_many_runs,
         _check_several_at_once,
-        _check_notifications,
         _check_refusals,
-        _check_windows,
         _check_restart,
         _check_disconnect,
         _check_close,
@@ -183,15 +170,11 @@ def check_transport(make: Callable[[], TransportRig]) -> None:
             pair.close()
 
 
-def _check_reads_and_writes(pair: _Pair) -> None:
+def _check_reads(pair: _Pair) -> None:
     assert pair.left.connect(pair.right.descriptor()) == pair.peer, "connecting twice made a second peer"
-    assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
+    assert pair.read(_WHOLE) is TransferState.DONE
     assert pair.near == _PATTERN, "a read returned wrong bytes"
-    pair.near = _PATTERN[::-1]
-    assert pair.move(Operation.WRITE, _WHOLE) is TransferState.DONE
-    assert pair.far == _PATTERN[::-1], "a write delivered wrong bytes"
-    for operation in Operation:
-        assert pair.move(operation, runs_of()) is TransferState.DONE, f"a {operation} of nothing does not end"
+    assert pair.read(runs_of()) is TransferState.DONE, "a read of nothing does not end"
 
 
 def _check_nothing_else_changes(pair: _Pair) -> None:
@@ -199,55 +182,38 @@ def _check_nothing_else_changes(pair: _Pair) -> None:
     expected = bytearray(_SIZE)
     expected[200:205] = _PATTERN[3:8]
     expected[7] = _PATTERN[100]
-    assert pair.move(Operation.READ, runs) is TransferState.DONE
+    assert pair.read(runs) is TransferState.DONE
     assert pair.near == expected, "a read of some runs changed other bytes, or missed a run"
     assert pair.far == _PATTERN, "a read changed its source"
 
 
 def _check_many_runs(pair: _Pair) -> None:
-    """Checks more runs than one system call accepts, in both directions, across the ends of the regions."""
+    """Checks more runs than one system call accepts, across the ends of the regions."""
     order = list(range(0, _SIZE - 1, 2))
     random.Random(0).shuffle(order)
     swapped = runs_of(*((at, order[number], 2) for number, at in enumerate(range(0, _SIZE - 1, 2))))
     expected = b"".join(_PATTERN[at : at + 2] for at in order)
-    assert pair.move(Operation.READ, swapped) is TransferState.DONE
+    assert pair.read(swapped) is TransferState.DONE
     assert pair.near[: len(expected)] == expected, "a read of many runs returned wrong bytes"
-    assert pair.move(Operation.WRITE, swapped) is TransferState.DONE
-    assert pair.far == _PATTERN, "a write of many runs delivered wrong bytes"
+    pair.far = pair.near
+    assert pair.read(swapped[:, [1, 0, 2]]) is TransferState.DONE
+    assert pair.near[: len(expected)] == _PATTERN[: len(expected)], "a read into many runs went to wrong places"
 
 
 def _check_several_at_once(pair: _Pair) -> None:
     half = _SIZE // 2
     quarters = [runs_of((at, (at + half) % _SIZE, _SIZE // 4)) for at in range(0, _SIZE, _SIZE // 4)]
-    handles = [pair.left.submit(Operation.READ, pair.peer, runs) for runs in quarters]
+    handles = [pair.left.submit(pair.peer, runs) for runs in quarters]
     pair.settle(handles)
     assert {pair.left.poll(handle) for handle in handles} == {TransferState.DONE}
     assert pair.near == _PATTERN[half:] + _PATTERN[:half], "concurrent reads are mixed up"
-
-
-def _check_notifications(pair: _Pair) -> None:
-    pair.near = b"the data".ljust(_SIZE, b"\0")
-    sent = {b"written": Operation.WRITE, b"read": Operation.READ, b"written again": Operation.WRITE}
-    for message, operation in sent.items():
-        assert pair.move(operation, runs_of((0, 0, 8)), message) is TransferState.DONE
-        handle = pair.left.submit(Operation.READ, pair.peer, runs_of())
-        news: list[Notification] = []
-        for _ in range(20):
-            news += pair.right.notifications()
-            if news:
-                break
-            pair.left.poll(handle)
-            pair.left.wait([handle], 0.1)
-        assert news, "a notification never arrived although nothing was lost"
-        assert {each.message for each in news} <= sent.keys(), news
-        assert pair.far[:8] == b"the data", "a notification arrived before its bytes"
 
 
 def _check_refusals(pair: _Pair) -> None:
     good = (0, 0, 8)
     for descriptor in (b"", b"\xff\x00 nonsense", b"x" * 10_000):
         _refuses(lambda descriptor=descriptor: pair.left.connect(descriptor), f"descriptor {descriptor[:20]!r}")
-    _refuses(lambda: pair.left.submit(Operation.READ, "nobody", runs_of(good)), "an unknown peer")
+    _refuses(lambda: pair.left.submit("nobody", runs_of(good)), "an unknown peer")
     huge = 1 << 62
     for run in (
         (_SIZE - 4, 0, 8),
@@ -261,42 +227,12 @@ def _check_refusals(pair: _Pair) -> None:
     ):
         # A transport that asks the peer first reports this with the end of the transfer.
         try:
-            state = pair.move(Operation.READ, runs_of(good, run))
+            state = pair.read(runs_of(good, run))
         except PeerError:
             continue
         assert state is TransferState.FAILED_SETTLED, f"{run} is out of bounds, and ended as {state}"
-    assert pair.far == _PATTERN, "a refused transfer wrote"
-    assert pair.move(Operation.READ, runs_of(good)) is TransferState.DONE, "a refusal has broken the connection"
-
-
-def _check_windows(pair: _Pair) -> None:
-    """Checks that writes land in the windows of the peer and nowhere else, and not in one that is closed."""
-    right = pair.right
-    if not right.can_settle_incoming_writes:
-        return
-    pair.near = bytes(_SIZE)
-    # The second and the third are next to each other, across the end of a region.
-    window = right.open_window(np.array([[10, 20], [_SIZE - _SPLIT - 50, 50], [_SIZE - _SPLIT, 30]], np.int64))
-    across = (0, _SIZE - _SPLIT - 40, 60)
-    expected = bytearray(_PATTERN)
-    expected[across[1] : across[1] + 60] = bytes(60)
-    assert pair.move(Operation.WRITE, runs_of(across), window=window) is TransferState.DONE
-    for run in ((0, 9, 5), (0, 25, 10), (0, 40, 1), (0, _SIZE - _SPLIT - 40, 80)):
-        state = pair.move(Operation.WRITE, runs_of((0, 12, 4), run), window=window)
-        assert state is TransferState.FAILED_SETTLED, f"{run} is beyond the window, and ended as {state}"
-    for name in (b"", window[:-1], bytes(16)):
-        assert pair.move(Operation.WRITE, runs_of((0, 12, 4)), window=name) is TransferState.FAILED_SETTLED
-    assert pair.far == expected, "a write that was refused has landed"
-    assert not right.is_window_closed(window)
-    right.close_window(window)
-    waited = 0
-    while not right.is_window_closed(window) and waited < _SECONDS * 10:
-        pair.left.wait([], 0.1)
-        waited += 1
-    assert right.is_window_closed(window), "a window without writers does not close"
-    assert pair.move(Operation.WRITE, runs_of((0, 12, 4)), window=window) is TransferState.FAILED_SETTLED
-    assert pair.far == expected, "a write landed in a window that was closed"
-    assert pair.move(Operation.WRITE, runs_of((0, 12, 4))) is TransferState.DONE, "another window is closed as well"
+    assert pair.far == _PATTERN, "a refused read changed the memory of the peer"
+    assert pair.read(runs_of(good)) is TransferState.DONE, "a refusal has broken the connection"
 
 
 def _check_restart(pair: _Pair) -> None:
@@ -304,39 +240,38 @@ def _check_restart(pair: _Pair) -> None:
     again = pair.rig.restart_right()
     pair.register_again(again, b"\xaa" * _SIZE)
     try:
-        state = pair.move(Operation.READ, runs_of((0, 0, 8)))
+        state = pair.read(runs_of((0, 0, 8)))
     except PeerError:
         state = TransferState.FAILED_SETTLED
     assert state is TransferState.FAILED_SETTLED, "a peer of another life was read"
     assert pair.near == bytes(_SIZE), "bytes of another life landed"
     _refuses(lambda: pair.left.connect(stale), "the descriptor of a life that has ended")
     pair.peer = pair.left.connect(again.descriptor())
-    assert pair.move(Operation.READ, runs_of((0, 0, 8))) is TransferState.DONE
+    assert pair.read(runs_of((0, 0, 8))) is TransferState.DONE
     assert pair.near[:8] == b"\xaa" * 8
     again.close()
 
 
 def _check_disconnect(pair: _Pair) -> None:
-    handles = [pair.left.submit(Operation.READ, pair.peer, _WHOLE) for _ in range(3)]
+    handles = [pair.left.submit(pair.peer, _WHOLE) for _ in range(3)]
     pair.left.disconnect(pair.peer)
     pair.settle(handles)
     assert all(pair.left.poll(handle).is_settled for handle in handles), "a disconnected transfer does not settle"
     pair.near = bytes(_SIZE)
     pair.left.wait(handles, 0.2)
     assert pair.near == bytes(_SIZE), "bytes landed after the end of a transfer"
-    _refuses(lambda: pair.left.submit(Operation.READ, pair.peer, _WHOLE), "a disconnected peer")
+    _refuses(lambda: pair.left.submit(pair.peer, _WHOLE), "a disconnected peer")
     pair.left.disconnect(pair.peer)
     pair.peer = pair.left.connect(pair.right.descriptor())
-    assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
+    assert pair.read(_WHOLE) is TransferState.DONE
     assert pair.near == _PATTERN
 
 
 def _check_close(pair: _Pair) -> None:
-    handle = pair.left.submit(Operation.READ, pair.peer, _WHOLE)
+    handle = pair.left.submit(pair.peer, _WHOLE)
     pair.left.close()
     before = pair.near
     pair.far = bytes(_SIZE)
-    pair.right.notifications()
     assert pair.left.poll(handle).is_settled, "a transfer of a closed endpoint has not settled"
     assert pair.near == before, "bytes landed after the end of the endpoint"
 

@@ -1,5 +1,7 @@
 """A transport within one process, on a manual clock, with faults that a script decides.
 
+It also writes to peers, for connectors of the simulation: `DataTransport` only reads.
+
 Bytes are copied when their time has come, in two parts, from memory as it is at that moment: code that reuses a source
 or reads a destination too early gets what a one-sided transfer would give it.
 """
@@ -13,14 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.kv_transfer.transports.base import (
-    Notification,
-    Operation,
-    PeerId,
-    TransferHandle,
-    TransferState,
-)
-from penstock.kv_transfer.transports.flat_memory import FlatMemory, RangeSet, check_runs
+from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
 
@@ -47,22 +43,20 @@ class Fault:
     delay: float = 0.0
     at: float = 0.5
     late_by: float = 0.0
-    duplicates_notification: bool = False
 
 
 NO_FAULT = Fault()
 
-FaultScript = Callable[[Operation, int], Fault]
-"""Returns what happens to an operation with this number of bytes."""
+FaultScript = Callable[[], Fault]
+"""Returns what happens to the next transfer."""
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
     owner: MemoryTransport
     peer: MemoryTransport
-    operation: Operation
+    is_write: bool
     runs: list[tuple[int, int, int]]  # local offset, remote offset, bytes
-    window: bytes = b""
     state: TransferState = TransferState.PENDING
     is_cut: bool = False
     num_events: int = 0
@@ -79,17 +73,16 @@ class _Transfer:
             first, last = max(start - position, 0), min(end - position, num_bytes)
             position += num_bytes
             if first < last and not self.is_cut:
-                if self.operation is Operation.READ:
-                    self.owner.memory.write(local + first, self.peer.memory.read(remote + first, last - first))
-                else:
+                if self.is_write:
                     self.peer.memory.write(remote + first, self.owner.memory.read(local + first, last - first))
+                else:
+                    self.owner.memory.write(local + first, self.peer.memory.read(remote + first, last - first))
 
     def corrupt(self, at: int) -> None:
         """Flips a bit of byte `at` at its destination."""
         for local, remote, num_bytes in self.runs:
             if at < num_bytes:
-                is_read = self.operation is Operation.READ
-                memory, offset = (self.owner.memory, local) if is_read else (self.peer.memory, remote)
+                memory, offset = (self.peer.memory, remote) if self.is_write else (self.owner.memory, local)
                 memory.write(offset + at, bytes([memory.read(offset + at, 1)[0] ^ 1]))
                 return
             at -= num_bytes
@@ -105,9 +98,7 @@ class _Event:
 class MemoryFabric:
     """Connects the endpoints. `drain` is for how many seconds after a `disconnect` bytes may still land."""
 
-    def __init__(
-        self, clock: ManualClock, script: FaultScript = lambda _operation, _size: NO_FAULT, drain: float = 0.0
-    ):
+    def __init__(self, clock: ManualClock, script: FaultScript = lambda: NO_FAULT, drain: float = 0.0):
         self.clock = clock
         self.script = script
         self.drain = drain
@@ -119,14 +110,11 @@ class MemoryFabric:
         # During an event this is the event's time, however far the clock has been moved.
         self._now = clock.now()
 
-    def endpoint(self, name: str, *, has_windows: bool = True) -> MemoryTransport:
-        """Makes a new life of the endpoint `name`; the one before it, if any, must have ended.
-
-        Without windows its peers may write all of its memory at any time.
-        """
+    def endpoint(self, name: str) -> MemoryTransport:
+        """Makes a new life of the endpoint `name`; the one before it, if any, must have ended."""
         assert name not in self._endpoints, f"endpoint {name} is still alive"
         self._lives[name] = self._lives.get(name, 0) + 1
-        self._endpoints[name] = MemoryTransport(self, name, self._lives[name], has_windows)
+        self._endpoints[name] = MemoryTransport(self, name, self._lives[name])
         return self._endpoints[name]
 
     def find(self, name: str, life: int) -> MemoryTransport:
@@ -162,29 +150,17 @@ class MemoryFabric:
         """Returns whether nothing that the endpoint has begun moves any more."""
         return not any(each.owner is transport and each.num_events and not each.is_cut for each in self._transfers)
 
-    def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, int, int]]:
-        """Yields what its own transfers may still touch: the operation, local offset and bytes of each run."""
+    def touched(self, owner: MemoryTransport) -> Iterator[tuple[int, int, bool]]:
+        """Yields what its own transfers may still touch: local offset and bytes, and whether these are changed."""
         for transfer in self._transfers:
             if transfer.owner is owner and not transfer.is_cut:
-                yield from ((transfer.operation, local, num_bytes) for local, _, num_bytes in transfer.runs)
+                yield from ((local, num_bytes, not transfer.is_write) for local, _, num_bytes in transfer.runs)
 
-    def touched(self, endpoint: MemoryTransport) -> Iterator[tuple[int, int, bool]]:
-        """Yields what may be touched of this endpoint's memory, by itself or by peers that write: offset, bytes, and
-        whether they are written. The source of a write that has failed does not count, as it may change."""
-        for transfer in self._transfers:
-            if transfer.is_cut:
-                continue
-            is_write = transfer.operation is Operation.WRITE
-            if transfer.owner is endpoint and not (is_write and transfer.state is not TransferState.PENDING):
-                yield from ((local, num_bytes, not is_write) for local, _, num_bytes in transfer.runs)
-            elif transfer.peer is endpoint and is_write:
-                yield from ((remote, num_bytes, True) for _, remote, num_bytes in transfer.runs)
-
-    def begin(self, transfer: _Transfer, notify: bytes) -> None:
+    def begin(self, transfer: _Transfer) -> None:
         """Schedules a new transfer as the script decides."""
         self.run()
         size = sum(num_bytes for _, _, num_bytes in transfer.runs)
-        fault = self.script(transfer.operation, size)
+        fault = self.script()
         self._transfers[transfer] = None
         if fault.kind is FaultKind.DROP:
             return
@@ -196,7 +172,7 @@ class MemoryFabric:
             case FaultKind.DIE_UNSETTLED:
                 self._at(fault.delay, transfer, lambda: self._lose(transfer, split, size, fault.late_by))
             case _:
-                self._at(fault.delay, transfer, lambda: self._complete(transfer, split, size, fault, notify))
+                self._at(fault.delay, transfer, lambda: self._complete(transfer, split, size, fault))
 
     def settle_later(self, transfers: Sequence[_Transfer]) -> None:
         self.run()
@@ -205,10 +181,6 @@ class MemoryFabric:
 
     def transfers_of(self, owner: MemoryTransport) -> list[_Transfer]:
         return [each for each in self._transfers if each.owner is owner]
-
-    def transfers_in(self, window: bytes) -> list[_Transfer]:
-        """Returns the transfers that may still write in the window."""
-        return [each for each in self._transfers if each.window == window and not each.is_cut]
 
     def _lose(self, transfer: _Transfer, split: int, size: int, late_by: float) -> None:
         transfer.state = TransferState.FAILED_UNSETTLED
@@ -219,16 +191,13 @@ class MemoryFabric:
 
         self._at(late_by, transfer, land)
 
-    def _complete(self, transfer: _Transfer, split: int, size: int, fault: Fault, notify: bytes) -> None:
+    def _complete(self, transfer: _Transfer, split: int, size: int, fault: Fault) -> None:
         transfer.copy(split, size)
         if fault.kind is FaultKind.LOST_COMPLETION:
             return
         if fault.kind is FaultKind.CORRUPT and size:
             transfer.corrupt(split % size)
         transfer.settle(TransferState.DONE)
-        if notify:
-            news = Notification(transfer.owner.peer_id, notify)
-            transfer.peer.inbox += [news] * (1 + fault.duplicates_notification)
 
     def _at(self, delay: float, transfer: _Transfer, action: Callable[[], None]) -> None:
         def act() -> None:
@@ -246,16 +215,12 @@ class MemoryFabric:
 class MemoryTransport:
     """One life of one endpoint (`DataTransport`)."""
 
-    def __init__(self, fabric: MemoryFabric, name: str, life: int, has_windows: bool) -> None:
-        self.can_settle_incoming_writes = has_windows
-        self.windows: dict[bytes, RangeSet] = {}
+    def __init__(self, fabric: MemoryFabric, name: str, life: int) -> None:
         self.name = name
         self.life = life
         self.memory = FlatMemory()
-        self.inbox: list[Notification] = []
         self._fabric = fabric
         self._peers: dict[PeerId, MemoryTransport] = {}
-        self._num_windows = 0
 
     @property
     def peer_id(self) -> PeerId:
@@ -281,41 +246,23 @@ class MemoryTransport:
         self._peers[peer.peer_id] = peer
         return peer.peer_id
 
-    def submit(
-        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
-    ) -> TransferHandle:
+    def submit(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
+        return self._begin(peer, runs, is_write=False)
+
+    def write(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
+        """Like `submit`, in the other direction."""
+        return self._begin(peer, runs, is_write=True)
+
+    def _begin(self, peer: PeerId, runs: np.ndarray, *, is_write: bool) -> TransferHandle:
         if peer not in self._peers:
             raise PeerError(f"{peer} is not connected")
         target = self._peers[peer]
         self._fabric.find(target.name, target.life)
         check_runs(runs, self.memory.num_bytes, target.memory.num_bytes)
-        transfer = _Transfer(self, target, operation, runs.tolist(), window)
-        if operation is Operation.WRITE and not target.takes(runs[:, 1:], window):
-            transfer.settle(TransferState.FAILED_SETTLED)
-            return transfer
-        self._fabric.begin(transfer, notify)
+        transfer = _Transfer(self, target, is_write, runs.tolist())
+        self._fabric.begin(transfer)
         self._fabric.run()
         return transfer
-
-    def takes(self, ranges: np.ndarray, window: bytes) -> bool:
-        """Returns whether a peer may write these ranges, [n, 2] int64."""
-        if not self.can_settle_incoming_writes:
-            return True
-        return window in self.windows and self.windows[window].covers(ranges)
-
-    def open_window(self, ranges: np.ndarray) -> bytes:
-        self._num_windows += 1
-        name = f"{self.peer_id}/{self._num_windows}".encode()
-        self.windows[name] = RangeSet(ranges)
-        return name
-
-    def close_window(self, name: bytes) -> None:
-        del self.windows[name]
-        self._fabric.settle_later(self._fabric.transfers_in(name))
-
-    def is_window_closed(self, name: bytes) -> bool:
-        self._fabric.run()
-        return name not in self.windows and not self._fabric.transfers_in(name)
 
     def poll(self, handle: TransferHandle) -> TransferState:
         self._fabric.run()
@@ -324,11 +271,6 @@ class MemoryTransport:
 
     def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
         self._fabric.run_next(self._fabric.clock.now() + seconds)
-
-    def notifications(self) -> list[Notification]:
-        self._fabric.run()
-        news, self.inbox = self.inbox, []
-        return news
 
     def disconnect(self, peer: PeerId) -> None:
         target = self._peers.pop(peer, None)

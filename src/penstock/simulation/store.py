@@ -98,7 +98,7 @@ class BlockStore:
         self._open()
 
     def _open(self) -> None:
-        self.transport = self.fabric.endpoint("store", has_windows=False)
+        self.transport = self.fabric.endpoint("store")
         self.memory = bytearray(b"\xee" * (self.num_places * self._place_bytes))
         self.transport.register([memoryview(self.memory)])
         self.entries: OrderedDict[BlockKey, Entry] = OrderedDict()

@@ -8,15 +8,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.null import NullWorkerConnector
-from penstock.kv_transfer.transports.base import (
-    DataTransport,
-    Operation,
-    PeerId,
-    TransferHandle,
-    TransferState,
-)
+from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.view import KVCacheView, gather
 from penstock.messages.kv_transfer import (
     BadRange,
@@ -27,6 +20,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
+from penstock.simulation.memory_transport import MemoryTransport
 from penstock.simulation.oracle import OracleMemory
 from penstock.simulation.store import (
     BlockCopy,
@@ -39,6 +33,7 @@ from penstock.simulation.store import (
 )
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
+from penstock.utils.layer_hooks import LayerHooks
 
 
 @dataclass(slots=True)
@@ -64,7 +59,7 @@ class StoreWorker(NullWorkerConnector):
     def __init__(
         self,
         shard: ShardId,
-        transport: DataTransport,
+        transport: MemoryTransport,
         store: BlockStore,
         clock: Clock,
         patience: float,
@@ -123,7 +118,7 @@ class StoreWorker(NullWorkerConnector):
                 self._await(load)
 
     def _begin(self, load: _Open) -> None:
-        self._submit(load, Operation.READ, [self._runs(copy, self._layer_names(copy)) for copy in load.job.copies])
+        self._submit(load, [self._runs(copy, self._layer_names(copy)) for copy in load.job.copies])
 
     def _await(self, load: _Open) -> None:
         """Waits for a load that the current step needs."""
@@ -139,7 +134,7 @@ class StoreWorker(NullWorkerConnector):
                     self._runs(copy, self._layer_names(copy), slot)
                     for copy, slot in zip(job.copies, slots, strict=True)
                 ]
-                self._submit(save, Operation.WRITE, runs)
+                self._submit(save, runs)
             self._open.append(save)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
@@ -169,11 +164,12 @@ class StoreWorker(NullWorkerConnector):
             into = memoryview(self._staging_memory)[slot * self._slot_bytes :]
             gather(self._view.block_parts(copy.group, copy.block_id), into)
 
-    def _submit(self, each: _Open, operation: Operation, runs: Sequence[np.ndarray]) -> None:
-        """Submits one transfer per block, so that some may fail while others are in progress."""
+    def _submit(self, each: _Open, runs: Sequence[np.ndarray]) -> None:
+        """Begins one transfer per block, so that some may fail while others are in progress."""
+        begin = self._transport.submit if each.is_load else self._transport.write
         try:
             each.peer = self._transport.connect(each.job.store)
-            each.handles += [self._transport.submit(operation, each.peer, of_block) for of_block in runs]
+            each.handles += [begin(each.peer, of_block) for of_block in runs]
         except PeerError:
             each.has_failed = True
 
@@ -256,7 +252,7 @@ class LayerwiseStoreWorker(StoreWorker):
         for copy in load.job.copies:
             for name in self._view.layer_names(copy.group):
                 start = len(load.handles)
-                self._submit(load, Operation.READ, [self._runs(copy, [name])])
+                self._submit(load, [self._runs(copy, [name])])
                 self._of_layer.setdefault(name, []).extend(load.handles[start:])
 
     def _await(self, load: _Open) -> None:

@@ -19,7 +19,6 @@ from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadP
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.topology.chunks import ChunkFormat
-from penstock.kv_transfer.transports.base import Operation
 from penstock.messages.kv_events import MEDIUM_STORAGE
 from penstock.simulation.backing import Backing, BackingContext, Parts, Site
 from penstock.simulation.memory_transport import FaultKind
@@ -63,13 +62,13 @@ class SimDisk:
         return key in self._files
 
     def submit_store(self, job: TransferJob) -> bool:
-        return self._submit(job, Operation.WRITE)
+        return self._submit(job)
 
     def submit_load(self, job: TransferJob) -> bool:
-        return self._submit(job, Operation.READ)
+        return self._submit(job)
 
-    def _submit(self, job: TransferJob, operation: Operation) -> bool:
-        fault = self._context.fault_of(operation, self._region.chunk_bytes)
+    def _submit(self, job: TransferJob) -> bool:
+        fault = self._context.fault_of()
         # A disk that never answers is modelled as one that answers too late.
         delay = _NEVER if fault.kind is FaultKind.LOST_COMPLETION and job.is_promotion else fault.delay
         self._jobs.append(_Job(job, self._context.clock.now() + delay, fault.kind))

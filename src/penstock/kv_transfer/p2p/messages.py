@@ -27,7 +27,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, KVCo
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.wire import Codec, register_kind
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 32 << 20
 
 

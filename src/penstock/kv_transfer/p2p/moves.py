@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from penstock.kv_transfer.p2p.dialler import Background, Dialler
 from penstock.kv_transfer.p2p.messages import Shard
 from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, plan_runs
-from penstock.kv_transfer.transports.base import DataTransport, Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.base import DataTransport, PeerId, TransferHandle, TransferState
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId
 from penstock.utils.errors import PeerError
@@ -100,7 +100,7 @@ class Mover:
                     return
                 runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
                 try:
-                    handle = self._transport.submit(Operation.READ, peer, runs)
+                    handle = self._transport.submit(peer, runs)
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)

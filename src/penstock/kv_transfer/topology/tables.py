@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 
 import msgspec
@@ -32,16 +32,8 @@ class EngineTransferInfo(msgspec.Struct, frozen=True):
     layouts: tuple[KVLayout, ...]
 
     @property
-    def tp_size(self) -> int:
-        return len(self.layouts)
-
-    @property
     def end_layer(self) -> int:
         return self.start_layer + len(self.layouts[0].layers)
-
-    @property
-    def physical_blocks_per_logical_block(self) -> int:
-        return self.block_size // self.layouts[0].block_size
 
     def check(self) -> None:
         """Raises PeerError unless the stage is valid; a peer may have sent anything."""
@@ -81,13 +73,12 @@ class TransferTopology:
     """An engine's own shards and those of the engines it knows, by (engine id, pipeline rank).
 
     An engine is known when all its stages are registered. For other engines, and after `forget`, queries raise
-    PeerError. Penstock's own connectors do not ask for target ranks and replicas; connectors of users may.
+    PeerError.
     """
 
     def __init__(self, engine_id: str, block_size: int, shards: ShardTable) -> None:
         self.engine_id = engine_id
         self._stages: dict[tuple[str, int], EngineTransferInfo] = {}
-        self._sources: dict[tuple[str, ShardId], Mapping[ShardId, tuple[LayerSlice, ...]]] = {}
         for info in engine_infos(engine_id, block_size, shards):
             self.register(info)
 
@@ -113,8 +104,6 @@ class TransferTopology:
         assert engine_id != self.engine_id, "an engine does not forget itself"
         for key in [key for key in self._stages if key[0] == engine_id]:
             del self._stages[key]
-        for key in [key for key in self._sources if key[0] == engine_id]:
-            del self._sources[key]
 
     def get_engine_info(self, engine_id: str, pp_rank: int = 0) -> EngineTransferInfo:
         info = self._stages.get((engine_id, pp_rank))
@@ -130,47 +119,9 @@ class TransferTopology:
             for tp_rank, layout in enumerate(info.layouts)
         }
 
-    # ---- Replicas ----
-
-    def is_kv_replicated(self, engine_id: str) -> bool:
-        """Returns whether several ranks of a stage hold the same head, as with more ranks than KV heads."""
-        return any(
-            sum(_num_heads(layers)) > max(layer.heads[1] for layer in layers) - min(layer.heads[0] for layer in layers)
-            for info in self._all_stages(engine_id)
-            for layers in _layers_by_rank(info)
-        )
-
-    def replicates_kv_cache(self, engine_id: str) -> bool:
-        """Returns whether a stage has several ranks and all hold the same KV, as with MLA: any one can send it."""
-        return all(
-            info.tp_size > 1 and len({layer.heads for layer in layers}) == 1
-            for info in self._all_stages(engine_id)
-            for layers in _layers_by_rank(info)
-        )
-
-    # ---- Sources and readers ----
-
     def sources(self, engine_id: str, local_shard: ShardId) -> Mapping[ShardId, tuple[LayerSlice, ...]]:
         """Returns what a shard of this engine reads from which shards of the other one (`planner.sources`)."""
-        key = engine_id, local_shard
-        if key not in self._sources:
-            own = self.shards(self.engine_id)
-            self._sources[key] = sources(own[local_shard], self.shards(engine_id), local_shard)
-        return self._sources[key]
-
-    def target_remote_ranks(self, engine_id: str, local_shard: ShardId) -> tuple[ShardId, ...]:
-        """Returns the shards of the other engine that a shard of this one reads from."""
-        return tuple(self.sources(engine_id, local_shard))
-
-    def readers(self, engine_id: str) -> Mapping[ShardId, frozenset[ShardId]]:
-        """Returns for every shard of this engine which shards of the other one read from it, by the other's plan."""
-        own, theirs = self.shards(self.engine_id), self.shards(engine_id)
-        targets = {shard: frozenset(sources(layout, own, shard)) for shard, layout in theirs.items()}
-        return {mine: frozenset(shard for shard in theirs if mine in targets[shard]) for mine in own}
-
-    def check_integrity(self) -> None:
-        for (engine_id, shard), found in self._sources.items():
-            assert found == sources(self.shards(self.engine_id)[shard], self.shards(engine_id), shard), engine_id
+        return sources(self.shards(self.engine_id)[local_shard], self.shards(engine_id), local_shard)
 
     # ---- Checks ----
 
@@ -224,7 +175,3 @@ def _names(layout: KVLayout) -> list[str]:
 def _layers_by_rank(info: EngineTransferInfo) -> list[tuple[LayerLayout, ...]]:
     """Returns each layer of the stage, as its tensor ranks hold it."""
     return list(zip(*(layout.layers for layout in info.layouts), strict=True))
-
-
-def _num_heads(layers: Sequence[LayerLayout]) -> list[int]:
-    return [layer.heads[1] - layer.heads[0] for layer in layers]

@@ -3,14 +3,8 @@
 client                          server
 hello                      ->
                            <-   answer: its agent, and where the agent has its memory
-landed, after a transfer
-  with a notification      ->
-end agent, after a write
-  that was given up        ->
-                           <-   (the connection ends, once the server's agent has)
 
-After its answer, the server closes the connection only when its agent or the client's end of the connection has ended:
-so the end of the connection proves that nothing that the client has written can land any more.
+Nothing follows. The server closes the connection when its agent has ended.
 """
 
 from __future__ import annotations
@@ -18,12 +12,9 @@ from __future__ import annotations
 import msgspec
 
 from penstock.kv_transfer.transports.base import PeerId
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES
 from penstock.kv_transfer.transports.helper_messages import ServedMemory
-from penstock.kv_transfer.transports.socket_protocol import Landed
-from penstock.utils.errors import PeerError
 
-FRAME_BYTES = MAX_NOTIFY_BYTES + (1 << 20)
+FRAME_BYTES = 1 << 20
 
 
 class AgentAddress(msgspec.Struct, frozen=True, tag="agent", forbid_unknown_fields=True):
@@ -44,18 +35,3 @@ class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
 
     refusal: str = ""
     memory: ServedMemory | None = None
-
-
-class EndAgent(msgspec.Struct, frozen=True, tag="end_agent"):
-    """The client has given up a write: nothing of it may land any more."""
-
-
-_news = msgspec.msgpack.Decoder(Landed | EndAgent)
-
-
-def decode_news(payload: bytes) -> Landed | EndAgent:
-    """Decodes a client's message after its hello. Raises PeerError."""
-    try:
-        return _news.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise PeerError(f"the peer sent an invalid message: {error}") from None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from penstock.kv_transfer.transports.agent_protocol import FRAME_BYTES, AgentAnswer, EndAgent, decode_news
-from penstock.kv_transfer.transports.base import Notification
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, TransferBoard
+from penstock.kv_transfer.transports.agent_protocol import FRAME_BYTES, AgentAnswer
 from penstock.kv_transfer.transports.helper import HelperProcess
 from penstock.kv_transfer.transports.helper_messages import ServedMemory
 from penstock.kv_transfer.transports.listener import Listener
@@ -29,14 +27,14 @@ OpenHelper = Callable[[], tuple[HelperProcess, ServedMemory]]
 class AgentServer:
     """Listens as soon as it is made, and answers once it serves. Replaces an agent that has ended by another."""
 
-    def __init__(self, host: str, key: bytes, epoch: bytes, limits: SocketLimits, board: TransferBoard) -> None:
+    def __init__(self, host: str, key: bytes, epoch: bytes, limits: SocketLimits, lock: threading.Condition) -> None:
         self._epoch = epoch
         self._limits = limits
-        self._board = board
+        self._lock = lock
         self._helper: HelperProcess | None = None
         self._memory: ServedMemory | None = None
         self._closing = threading.Event()
-        self._listener = Listener(host, key, FRAME_BYTES, limits, board.lock, self._answer)
+        self._listener = Listener(host, key, FRAME_BYTES, limits, lock, self._answer)
         self._threads = ThreadGroup(f"kv-agent-{self.port}")
         self._listener.start()
 
@@ -47,7 +45,7 @@ class AgentServer:
     @property
     def helper_pid(self) -> int | None:
         """Returns the id of the process that serves, None while there is none."""
-        with self._board.lock:
+        with self._lock:
             return None if self._helper is None else self._helper.pid
 
     def serve(self, open_helper: OpenHelper) -> None:
@@ -66,9 +64,9 @@ class AgentServer:
 
     def _open(self, open_helper: OpenHelper) -> HelperProcess:
         helper, memory = open_helper()
-        with self._board.lock:
+        with self._lock:
             self._helper, self._memory = helper, memory
-            self._board.lock.notify_all()
+            self._lock.notify_all()
         return helper
 
     def _keep(self, helper: HelperProcess | None, open_helper: OpenHelper) -> None:
@@ -78,9 +76,9 @@ class AgentServer:
             if helper is not None:
                 how = helper.wait_for_end()
                 helper.end()
-                with self._board.lock:
+                with self._lock:
                     self._helper = self._memory = None
-                    self._board.lock.notify_all()
+                    self._lock.notify_all()
                 self._listener.cut_all()
                 helper = None
                 if not self._closing.is_set():
@@ -100,29 +98,12 @@ class AgentServer:
         if hello.epoch != self._epoch:
             stream.send(encode(AgentAnswer("this endpoint has been restarted since its descriptor was made")))
             return
-        with self._board.lock:
-            self._board.lock.wait_for(lambda: self._memory is not None, self._limits.connect_seconds / 2)
-            memory, helper = self._memory, self._helper
-        if memory is None or helper is None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._memory is not None, self._limits.connect_seconds / 2)
+            memory = self._memory
+        if memory is None:
             stream.send(encode(AgentAnswer("its memory is not being served; try again later")))
             return
         stream.send(encode(AgentAnswer(memory=memory)))
-        try:
-            self._listen(stream, hello.sender[:256], helper)
-        finally:
-            if stream.is_alive():
-                # The client takes the end of the connection for the end of the agent.
-                helper.kill()
-                with self._board.lock:
-                    self._board.lock.wait_for(lambda: self._helper is not helper, _CLOSE_SECONDS)
-
-    def _listen(self, stream: Stream, sender: str, helper: HelperProcess) -> None:
-        while True:
-            stream.wait_for_data()
-            news = decode_news(stream.receive())
-            if isinstance(news, EndAgent):
-                helper.kill()
-            elif len(news.notify) > MAX_NOTIFY_BYTES:
-                raise PeerError(f"a notification of {len(news.notify)} bytes exceeds {MAX_NOTIFY_BYTES}")
-            else:
-                self._board.deliver(Notification(sender, news.notify))
+        # The client sends nothing more: it has closed the connection, or it violates the protocol.
+        stream.wait_for_data()

@@ -1,7 +1,7 @@
 """The interface of a transfer library for `AgentTransport`, and the list of libraries.
 
-An agent lives in a helper process (`helper_process.py`). It either serves registered memory to other agents, or moves
-bytes between it and the memory of one peer. It need not survive a failure, nor report when bytes of a failed transfer
+An agent lives in a helper process (`helper_process.py`). It either serves registered memory to other agents, or reads
+the memory of one peer into it. It need not survive a failure, nor report when bytes of a failed transfer
 have stopped moving: the process is then ended and replaced.
 """
 
@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from penstock.kv_transfer.transports.base import Operation
 from penstock.utils.errors import ConfigError
 
 
@@ -36,7 +35,7 @@ class Agent(Protocol):
     """Made from `AgentSettings`, and called by one thread. Raises what its library raises."""
 
     max_pieces: int
-    """The maximum number of pieces in one call of `move`."""
+    """The maximum number of pieces in one call of `read`."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         """Makes memory reachable, by the address and number of bytes of each region. Called once."""
@@ -50,8 +49,8 @@ class Agent(Protocol):
         """Sets the peer. Called once, and not for an agent that serves."""
         ...
 
-    def move(self, operation: Operation, pieces: np.ndarray) -> None:
-        """Moves [n, 3] int64 of local address, address in the peer's process, bytes. Returns when all have landed."""
+    def read(self, pieces: np.ndarray) -> None:
+        """Reads [n, 3] int64 of local address, address in the peer's process, bytes. Returns when all have landed."""
         ...
 
 

@@ -37,12 +37,11 @@ _Answer = TypeVar("_Answer", bound=PeerAnswer)
 def dial(
     address: PeerAddress,
     kind: type[_Answer],
-    sender: PeerId,
     key: bytes,
     seconds: float,
     max_frame_bytes: int = FRAME_BYTES,
 ) -> tuple[Stream, _Answer]:
-    """Returns an authenticated connection, and the server's answer, of type `kind`, to the hello of endpoint `sender`.
+    """Returns an authenticated connection, and the server's answer, of type `kind`, to this endpoint's hello.
 
     `seconds` is the time limit of each step. Raises PeerError, also if the peer refuses the connection.
     """
@@ -57,7 +56,7 @@ def dial(
         raise PeerError(f"{address.peer_id} has ended the connection: {error}") from error
     try:
         stream.authenticate(key, True, PURPOSE, seconds, max_frame_bytes)
-        stream.send(encode(Hello(address.epoch, sender)))
+        stream.send(encode(Hello(address.epoch)))
         answer = decode(kind, stream.receive())
         if answer.refusal:
             raise PeerError(f"{address.peer_id} refuses the connection: {answer.refusal}")

@@ -87,25 +87,6 @@ class FlatMemory(AddressSpace):
         return parts
 
 
-class RangeSet:
-    """A set of bytes of a flat memory, from [n, 2] int64 of offset and bytes."""
-
-    def __init__(self, ranges: np.ndarray) -> None:
-        ranges = ranges[ranges[:, 1] > 0]
-        ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-        # Merges ranges that overlap or touch. A merged range ends at the largest of their ends.
-        reached = np.maximum.accumulate(ranges.sum(1))
-        is_first = np.ones(len(ranges) + 1, bool)
-        is_first[1:-1] = ranges[1:, 0] > reached[:-1]
-        self._starts, self._ends = ranges[is_first[:-1], 0], reached[is_first[1:]]
-
-    def covers(self, ranges: np.ndarray) -> bool:
-        """Returns whether the set has all bytes of these checked ranges, [n, 2] int64."""
-        ranges = ranges[ranges[:, 1] > 0]
-        index = np.searchsorted(self._starts, ranges[:, 0], "right") - 1
-        return bool((index >= 0).all()) and bool((ranges.sum(1) <= self._ends[index]).all())
-
-
 def pair_segments(local: AddressSpace, remote: AddressSpace, runs: np.ndarray) -> np.ndarray:
     """Returns [m, 3] int64 of local address, remote address and bytes for checked runs, [n, 3] int64."""
     return remote.located(local.located(remote.split(local.split(runs, 0), 1), 0), 1)

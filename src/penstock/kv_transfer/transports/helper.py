@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.config import env
-from penstock.kv_transfer.transports.base import Operation
 from penstock.kv_transfer.transports.helper_messages import (
     CODEC,
     AgentFailed,
     AgentReady,
-    Move,
-    Moved,
+    Landed,
     OpenAgent,
+    Read,
     ServedMemory,
 )
 from penstock.utils.errors import ConfigError, PeerError, WireError
@@ -75,9 +74,9 @@ class HelperProcess:
         self._connection.settimeout(None)
         return memory
 
-    def move(self, operation: Operation, runs: np.ndarray) -> None:
+    def read(self, runs: np.ndarray) -> None:
         """Returns when all bytes of the runs, [n, 3] int64, have landed. After a PeerError they may still land."""
-        self._ask(Move(operation, runs), Moved)
+        self._ask(Read(runs), Landed)
 
     def wait_for_end(self) -> str:
         """Waits until the process has ended, and returns how."""

@@ -2,8 +2,8 @@
 
     OpenAgent  ->
                <-  AgentReady, or AgentFailed
-    Move       ->
-               <-  Moved, or AgentFailed; after a failure the helper ends
+    Read       ->
+               <-  Landed, or AgentFailed; after a failure the helper ends
 
 The end of the connection means the end of the helper; the kernel closes it however a process ends.
 """
@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from penstock.kv_transfer.transports.agents import AgentSettings
-from penstock.kv_transfer.transports.base import Operation
 from penstock.utils.wire import Codec
 
 
@@ -33,7 +32,7 @@ class ServedMemory(msgspec.Struct, frozen=True):
 
 
 class OpenAgent(msgspec.Struct, frozen=True):
-    """With a `peer` the agent moves bytes between the regions and the peer's. Without one it serves them."""
+    """With a `peer` the agent reads its memory into the regions. Without one it serves them."""
 
     settings: AgentSettings
     regions: tuple[NamedRegion, ...]
@@ -44,12 +43,11 @@ class AgentReady(msgspec.Struct, frozen=True):
     memory: ServedMemory
 
 
-class Move(msgspec.Struct, frozen=True):
-    operation: Operation
+class Read(msgspec.Struct, frozen=True):
     runs: np.ndarray  # [n, 3] int64, checked
 
 
-class Moved(msgspec.Struct, frozen=True):
+class Landed(msgspec.Struct, frozen=True):
     """The last byte has landed."""
 
 
@@ -60,4 +58,4 @@ class AgentFailed(msgspec.Struct, frozen=True):
     is_config: bool
 
 
-CODEC = Codec(OpenAgent, AgentReady, Move, Moved, AgentFailed)
+CODEC = Codec(OpenAgent, AgentReady, Read, Landed, AgentFailed)

@@ -27,9 +27,9 @@ from penstock.kv_transfer.transports.helper_messages import (
     CODEC,
     AgentFailed,
     AgentReady,
-    Move,
-    Moved,
+    Landed,
     OpenAgent,
+    Read,
     ServedMemory,
 )
 from penstock.kv_transfer.transports.mooncake_agent import MooncakeAgent
@@ -73,11 +73,11 @@ class Helper:
             self._remote = AddressSpace(message.peer.regions)
             self._agent.connect(message.peer.agent)
 
-    def move(self, message: Move) -> None:
+    def read(self, message: Read) -> None:
         pieces = joined(pair_segments(self._local, self._remote, message.runs))
         size = self._agent.max_pieces
         for start in range(0, len(pieces), size):
-            self._agent.move(message.operation, pieces[start : start + size])
+            self._agent.read(pieces[start : start + size])
 
 
 def joined(pieces: np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ def joined(pieces: np.ndarray) -> np.ndarray:
     return np.column_stack([pieces[is_first, :2], sizes])
 
 
-def answers(messages: Iterator[Any]) -> Iterator[AgentReady | Moved]:
+def answers(messages: Iterator[Any]) -> Iterator[AgentReady | Landed]:
     """Yields one answer for each message. Raises what the agent raises."""
     message = next(messages, None)
     if message is None:
@@ -100,10 +100,10 @@ def answers(messages: Iterator[Any]) -> Iterator[AgentReady | Moved]:
     helper = Helper(message)
     yield AgentReady(helper.memory)
     for message in messages:
-        if not isinstance(message, Move):
+        if not isinstance(message, Read):
             raise WireError(f"a helper does not accept {type(message).__name__}")
-        helper.move(message)
-        yield Moved()
+        helper.read(message)
+        yield Landed()
 
 
 def received(connection: socket.socket) -> Iterator[Any]:

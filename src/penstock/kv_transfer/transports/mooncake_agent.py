@@ -1,7 +1,7 @@
 """Mooncake's transfer engine as an `Agent`. This is the only module that imports mooncake.
 
 The engine listens for handshakes and, with TCP, for data on ports of its own choice on all interfaces, whatever host it
-is given. A read or write returns when it has ended or failed, which may take very long if the peer is stopped.
+is given. A read returns when it has ended or failed, which may take very long if the peer is stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.kv_transfer.transports.agents import AgentSettings, why_not_loaded
-from penstock.kv_transfer.transports.base import Operation
 from penstock.utils.errors import ConfigError, PeerError
 from penstock.utils.hosts import in_url
 
@@ -48,9 +47,7 @@ class MooncakeAgent:
     def connect(self, descriptor: bytes) -> None:
         self._peer = descriptor.decode()
 
-    def move(self, operation: Operation, pieces: np.ndarray) -> None:
-        is_read = operation is Operation.READ
-        move = self._engine.batch_transfer_sync_read if is_read else self._engine.batch_transfer_sync_write
-        code = move(self._peer, *pieces.T.tolist())
+    def read(self, pieces: np.ndarray) -> None:
+        code = self._engine.batch_transfer_sync_read(self._peer, *pieces.T.tolist())
         if code != 0:
-            raise PeerError(f"Mooncake's {operation} has failed with code {code}")
+            raise PeerError(f"Mooncake's read has failed with code {code}")

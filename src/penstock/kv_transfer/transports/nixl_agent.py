@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from penstock.kv_transfer.transports.agents import AgentSettings, why_not_loaded
-from penstock.kv_transfer.transports.base import Operation
 from penstock.utils.errors import ConfigError, PeerError
 
 _PROGRESS_PAUSE = 100_000  # maximum sleep of the progress thread, in microseconds
@@ -54,11 +53,10 @@ class NixlAgent:
     def connect(self, descriptor: bytes) -> None:
         self._peer = self._agent.loadRemoteMD(descriptor)
 
-    def move(self, operation: Operation, pieces: np.ndarray) -> None:
+    def read(self, pieces: np.ndarray) -> None:
         nixl = self._nixl
-        kind = nixl.NIXL_READ if operation is Operation.READ else nixl.NIXL_WRITE
         local, remote = self._list(pieces[:, [0, 2]]), self._list(pieces[:, 1:])
-        request = self._agent.createXferReq(kind, local, remote, self._peer)
+        request = self._agent.createXferReq(nixl.NIXL_READ, local, remote, self._peer)
         status = self._agent.postXferReq(request)
         pause, number = threading.Event(), 0
         while status == nixl.NIXL_IN_PROG:
@@ -66,7 +64,7 @@ class NixlAgent:
             number += 1
             status = self._agent.getXferStatus(request)
         if status != nixl.NIXL_SUCCESS:
-            raise PeerError(f"NIXL's {operation} has failed with {status}")
+            raise PeerError(f"NIXL's read has failed with {status}")
         self._agent.releaseXferReq(request)
 
     def _list(self, segments: np.ndarray) -> Any:

@@ -1,13 +1,13 @@
-"""A transport within one host: each side maps the memory of the other by its name, and copies.
+"""A transport within one host: the reader maps the memory of the other side by its name, and copies.
 
-The submitter has a thread for each peer, which executes the transfers of both directions. Copies are divided into
-pieces, so that giving a peer up takes no longer than one piece, and after its thread has ended nothing can move.
+The reader has a thread for each peer. Copies are divided into pieces, so that giving a peer up takes no longer than one
+piece, and after its thread has ended nothing can move.
 
 Every endpoint also listens on a Unix socket without a file (an abstract address, which contains a random epoch). A peer
 keeps a connection to it open for as long as it has the memory mapped. The end of the connection means the end of that
-life, because the kernel closes it however the process ends; it also carries notifications. Both sides verify with the
-kernel that the other process belongs to the same user or to root, which could open the memory anyway, so there is no
-key. `close` shuts the connections of peers down and waits until they have ended their copies.
+life, because the kernel closes it however the process ends. Both sides verify with the kernel that the other process
+belongs to the same user or to root, which could open the memory anyway, so there is no key. `close` shuts the
+connections of peers down and waits until they have ended their copies.
 
 It works if processes share /proc and the network namespace: on one host, and not in different containers.
 """
@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from penstock.kv_transfer.transports.base import Notification, Operation, PeerId, TransferHandle, TransferState
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
+from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, pair_segments
 from penstock.kv_transfer.transports.listener import incoming
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
+from penstock.kv_transfer.transports.polled_transport import PolledTransport, Transfer
 from penstock.kv_transfer.transports.threads import ThreadGroup
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.utils.errors import ConfigError, PeerError
@@ -39,7 +39,7 @@ from penstock.utils.shared_memory import attach_memory
 
 _logger = get_logger(__name__)
 
-_MESSAGE_BYTES = MAX_NOTIFY_BYTES + 4096
+_HELLO = b"penstock"  # the first message of a peer; it is sent back to it
 _MAX_PEERS = 256
 _ANSWER_SECONDS = 5.0
 _CLOSE_SECONDS = 10.0
@@ -66,19 +66,8 @@ class _Endpoint(msgspec.Struct, frozen=True, tag="shared_memory", forbid_unknown
         return b"\0penstock-kv-" + self.epoch.hex().encode()
 
 
-class _Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a peer; it is sent back to it."""
-
-    sender: str
-
-
-class _Notify(msgspec.Struct, frozen=True, tag="notify"):
-    message: bytes
-
-
 _encode = msgspec.msgpack.encode
 _decode_endpoint = msgspec.msgpack.Decoder(_Endpoint).decode
-_decode_message = msgspec.msgpack.Decoder(_Hello | _Notify).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +81,7 @@ class _Peer:
     has_left: threading.Event = field(default_factory=threading.Event)  # the thread that watches it
 
 
-class SharedMemoryTransport(OnBoard):
+class SharedMemoryTransport(PolledTransport):
     """One life of one endpoint (`DataTransport`). `regions` have the paths by which the registered ones are mapped."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
@@ -145,7 +134,7 @@ class SharedMemoryTransport(OnBoard):
             control.close()
             raise PeerError(f"the memory of {endpoint.peer_id} cannot be mapped: {error}") from error
         peer = _Peer(endpoint, control, FlatMemory([mapping.view for mapping in mappings]))
-        with self._board.lock:
+        with self._lock:
             self._peers[endpoint.peer_id] = peer
         try:
             self._threads.start(self._watch, peer)
@@ -156,18 +145,15 @@ class SharedMemoryTransport(OnBoard):
             raise
         return endpoint.peer_id
 
-    def submit(
-        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
-    ) -> TransferHandle:
-        assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
-        with self._board.lock:
+    def submit(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
+        with self._lock:
             target = self._peers.get(peer)
             if target is None:
                 raise PeerError(f"{peer} is not connected")
             check_runs(runs, self._memory.num_bytes, target.memory.num_bytes)
-            transfer = Transfer(operation, runs, notify, window)
+            transfer = Transfer(runs)
             target.queue.append(transfer)
-            self._board.lock.notify_all()
+            self._lock.notify_all()
         return transfer
 
     def disconnect(self, peer: PeerId) -> None:
@@ -176,7 +162,7 @@ class SharedMemoryTransport(OnBoard):
             self._lose(known)
 
     def close(self) -> None:
-        with self._board.lock:
+        with self._lock:
             self._closing.set()
             peers, served = list(self._peers.values()), list(self._served)
         _shut(self._listener, socket.SHUT_RDWR)
@@ -186,7 +172,7 @@ class SharedMemoryTransport(OnBoard):
             _shut(connection, socket.SHUT_WR)
         if not self._threads.join(_CLOSE_SECONDS):
             _logger.error("a peer may still touch the KV memory %s seconds after it was told to stop", _CLOSE_SECONDS)
-            with self._board.lock:
+            with self._lock:
                 for connection in self._served:
                     _shut(connection, socket.SHUT_RDWR)
             assert self._threads.join(_CLOSE_SECONDS), f"a thread has not ended within {_CLOSE_SECONDS} seconds"
@@ -203,9 +189,8 @@ class SharedMemoryTransport(OnBoard):
             control.settimeout(_ANSWER_SECONDS)
             control.connect(endpoint.address)
             _check_user(control)
-            hello = _encode(_Hello(self._endpoint.peer_id))
-            control.send(hello)
-            if control.recv(_MESSAGE_BYTES) != hello:
+            control.send(_HELLO)
+            if control.recv(len(_HELLO)) != _HELLO:
                 raise PeerError("it refuses the connection")
             control.settimeout(None)
         except (OSError, PeerError) as error:
@@ -216,7 +201,7 @@ class SharedMemoryTransport(OnBoard):
     def _watch(self, peer: _Peer) -> None:
         """Runs in a thread per peer: waits for the peer's end."""
         try:
-            while peer.control.recv(_MESSAGE_BYTES):
+            while peer.control.recv(1):
                 pass
         except OSError as error:
             _logger.debug("the connection to %s has ended: %s", peer.endpoint.peer_id, error)
@@ -228,21 +213,21 @@ class SharedMemoryTransport(OnBoard):
         try:
             while (transfer := self._take(peer)) is not None:
                 self._execute(peer, transfer)
-                self._board.set_state([transfer], TransferState.FAILED_SETTLED)
+                self._set_state([transfer], TransferState.FAILED_SETTLED)
         except Exception:
             _logger.exception("transfers with %s have ended because of a bug", peer.endpoint.peer_id)
         finally:
             self._lose(peer)
             if peer.running is not None:
-                self._board.set_state([peer.running], TransferState.FAILED_SETTLED)
+                self._set_state([peer.running], TransferState.FAILED_SETTLED)
             peer.memory = FlatMemory()
             peer.has_left.wait()
             peer.control.close()
 
     def _take(self, peer: _Peer) -> Transfer | None:
         """Waits for the next transfer; None when the peer has been given up."""
-        with self._board.lock:
-            self._board.lock.wait_for(lambda: peer.queue or peer.is_lost)
+        with self._lock:
+            self._lock.wait_for(lambda: peer.queue or peer.is_lost)
             peer.running = None if peer.is_lost else peer.queue.popleft()
             return peer.running
 
@@ -251,14 +236,12 @@ class SharedMemoryTransport(OnBoard):
         if not self._is_alive(peer):
             return
         runs = pair_segments(self._memory, peer.memory, transfer.runs)
-        if transfer.operation is Operation.WRITE:
-            runs = runs[:, [1, 0, 2]]
         for _ in copy_in_pieces(runs):
             if peer.is_lost:
                 return
         # Bytes from a process that has died meanwhile are not reliable.
-        if self._is_alive(peer) and self._notify(peer, transfer.notify):
-            self._board.finish(transfer)
+        if self._is_alive(peer):
+            self._finish(transfer)
 
     def _is_alive(self, peer: _Peer) -> bool:
         is_alive = not peer.is_lost and _is_open(peer.control)
@@ -266,18 +249,9 @@ class SharedMemoryTransport(OnBoard):
             self._lose(peer)
         return is_alive
 
-    def _notify(self, peer: _Peer, message: bytes) -> bool:
-        try:
-            if message:
-                peer.control.send(_encode(_Notify(message)))
-        except OSError:
-            self._lose(peer)
-            return False
-        return True
-
     def _lose(self, peer: _Peer) -> None:
         """Gives the peer up. Its transfers settle now, or when its thread has noticed."""
-        with self._board.lock:
+        with self._lock:
             if peer.is_lost:
                 return
             peer.is_lost = True
@@ -286,13 +260,13 @@ class SharedMemoryTransport(OnBoard):
             peer.queue.clear()
             # Only the receiving direction: the peer takes the end of the other one for the end of all copies.
             _shut(peer.control, socket.SHUT_RD)
-            self._board.lock.notify_all()
-        self._board.set_state(queued, TransferState.FAILED_SETTLED)
-        self._board.set_state(running, TransferState.FAILED_UNSETTLED)
+            self._lock.notify_all()
+        self._set_state(queued, TransferState.FAILED_SETTLED)
+        self._set_state(running, TransferState.FAILED_UNSETTLED)
 
     def _accept(self) -> None:
         for connection in incoming(self._listener, self._closing):
-            with self._board.lock:
+            with self._lock:
                 is_wanted = not self._closing.is_set() and len(self._served) < _MAX_PEERS
                 try:
                     if is_wanted:
@@ -305,29 +279,25 @@ class SharedMemoryTransport(OnBoard):
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Runs in a thread per connection: takes the peer's notifications until it has ended."""
+        """Runs in a thread per connection: waits until the peer has ended its copies."""
         try:
             self._receive(connection)
-        except (OSError, PeerError, msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (OSError, PeerError) as error:
             _logger.debug("a connection has ended: %s", error)
         finally:
-            with self._board.lock:
+            with self._lock:
                 self._served.remove(connection)
                 connection.close()
 
     def _receive(self, connection: socket.socket) -> None:
         _check_user(connection)
         connection.settimeout(_ANSWER_SECONDS)
-        data = connection.recv(_MESSAGE_BYTES)
-        hello = _decode_message(data)
-        if not isinstance(hello, _Hello):
+        if connection.recv(len(_HELLO)) != _HELLO:
             raise PeerError("the first message must be a hello")
-        connection.send(data)
+        connection.send(_HELLO)
         connection.settimeout(None)
-        while data := connection.recv(_MESSAGE_BYTES):
-            message = _decode_message(data)
-            if isinstance(message, _Notify):
-                self._board.deliver(Notification(hello.sender[:256], message.message))
+        while connection.recv(1):
+            pass
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -3,14 +3,8 @@
 client                          server
 hello                      ->
                            <-   answer: the size of its memory
-request READ               ->
+request                    ->
                            <-   answer, then the bytes
-landed, if there is
-  a notification           ->
-request WRITE              ->
-                           <-   answer
-the bytes                  ->
-                           <-   answer: they have landed
 """
 
 from __future__ import annotations
@@ -20,14 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.kv_transfer.transports.base import Operation, PeerId
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES
+from penstock.kv_transfer.transports.base import PeerId
 from penstock.utils.errors import PeerError
 
 PURPOSE = b"data"
 EPOCH_BYTES = 16
 RANGE_BYTES = 16
-FRAME_BYTES = MAX_NOTIFY_BYTES + 4096
+FRAME_BYTES = 4096
 """The maximum size of frames without ranges."""
 
 _Message = TypeVar("_Message")
@@ -65,10 +58,9 @@ class Address(msgspec.Struct, frozen=True, tag="sockets", forbid_unknown_fields=
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """`epoch` is the requested life of the server; `sender` names the client."""
+    """`epoch` is the requested life of the server."""
 
     epoch: bytes
-    sender: str
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -79,19 +71,10 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):
-    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes, for a WRITE in a `window`."""
+    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes."""
 
-    operation: Operation
     ranges: bytes
-    notify: bytes
-    window: bytes = b""
 
-
-class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    notify: bytes
-
-
-_requests = msgspec.msgpack.Decoder(Request | Landed)
 
 encode = msgspec.msgpack.encode
 
@@ -102,11 +85,3 @@ def decode(kind: type[_Message], payload: bytes) -> _Message:
         return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PeerError(f"the peer sent an invalid {kind.__name__}: {error}") from None
-
-
-def decode_request(payload: bytes) -> Request | Landed:
-    """Decodes a client's message after its hello. Raises PeerError."""
-    try:
-        return _requests.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise PeerError(f"the peer sent an invalid request: {error}") from None

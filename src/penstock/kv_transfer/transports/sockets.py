@@ -1,25 +1,16 @@
 """A transport over TCP, without a transfer library.
 
-Every endpoint listens. To read, a thread of the reader sends the ranges, and a thread of the peer answers with the
-bytes, directly from its registered memory; the reader's thread receives them directly into its own. A write goes the
-other way, after the peer has accepted its ranges. So registered memory is only written by threads of its own process:
-once such a thread has ended, nothing can land any more. Connections are authenticated with the cluster key, and the
-messages on them are sealed; the transferred bytes are neither sealed nor encrypted.
+Every endpoint listens. A thread of the reader sends the ranges, and a thread of the peer answers with the bytes,
+directly from its registered memory; the reader's thread receives them directly into its own. So registered memory is
+only written by threads of its own process: once such a thread has ended, nothing can land any more. Connections are
+authenticated with the cluster key, and the messages on them are sealed; the transferred bytes are neither sealed nor
+encrypted.
 
 A connection that breaks ends the transfer that it carries. When the last one breaks, or an idle one has broken too, the
-peer is lost until `connect` is called again. Its transfers in progress become:
+peer is lost until `connect` is called again. Its transfers in progress become FAILED_UNSETTLED until the thread that
+receives has noticed, which takes no longer than a system call, and then FAILED_SETTLED.
 
-    READ     FAILED_UNSETTLED until the thread that receives has noticed, which takes no longer than a system call,
-             then FAILED_SETTLED
-    WRITE    once bytes have been sent, FAILED_UNSETTLED until the peer has closed the connection: a process that is
-             stopped will still take what its kernel has received when it continues. If the peer's host has become
-             unreachable, this cannot be known, and the state does not change
-
-A write is refused unless it lies in a window that the peer has opened. Closing a window cuts the connections that write
-in it: nothing lands there once their threads have left the system call that they were in, whatever the writer does.
-
-`close` waits for all threads. What they have sent for a WRITE may still land in the peer's memory; the peer's own
-`close` ends that. A peer that violates the protocol, or that stalls, loses only its connection.
+`close` waits for all threads. A peer that violates the protocol, or that stalls, loses only its connection.
 """
 
 from __future__ import annotations
@@ -32,15 +23,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
+from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.transports.dial import dial
 from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, merged
+from penstock.kv_transfer.transports.polled_transport import PolledTransport, Transfer
 from penstock.kv_transfer.transports.socket_protocol import (
     EPOCH_BYTES,
     Address,
     Answer,
-    Landed,
     Request,
     SocketLimits,
     decode,
@@ -55,23 +45,14 @@ from penstock.utils.logging import get_logger
 _logger = get_logger(__name__)
 
 _CLOSE_SECONDS = 30.0
-_GRACE_SECONDS = 1.0  # for peers to confirm the end of writes, in `close`
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One connection to a peer. `transfer` is the one in progress; `has_sent`: bytes of a write may have been sent."""
+    """One connection to a peer. `transfer` is the one in progress."""
 
     stream: Stream
     transfer: Transfer | None = None
-    has_sent: bool = False
-
-    def cut(self) -> None:
-        """Ends the connection, but during a write only one direction: the peer's close then shows the write's end."""
-        if self.has_sent:
-            self.stream.cut_sending()
-        else:
-            self.stream.cut()
 
 
 @dataclass(slots=True, eq=False)
@@ -86,14 +67,12 @@ class _Peer:
     is_lost: bool = False
 
 
-class SocketsTransport(OnBoard):
+class SocketsTransport(PolledTransport):
     """One life of one endpoint (`DataTransport`).
 
     Peers connect to `host`; if that is an IP address, the endpoint listens only there. Raises ConfigError if the host
     has no such address.
     """
-
-    can_settle_incoming_writes = True
 
     def __init__(self, host: str, key: bytes, limits: SocketLimits | None = None) -> None:
         super().__init__()
@@ -101,10 +80,9 @@ class SocketsTransport(OnBoard):
         self._limits = limits or SocketLimits()
         self._memory = FlatMemory()
         self._peers: dict[PeerId, _Peer] = {}
-        self._links: set[_Link] = set()
         self._is_closed = False
         epoch = os.urandom(EPOCH_BYTES)
-        self._server = SocketServer(host, key, epoch, self._limits, self._board)
+        self._server = SocketServer(host, key, epoch, self._limits, self._lock)
         self._address = Address(host, self._server.port, epoch)
         self._threads = ThreadGroup(f"kv-data-{self._server.port}-link")
 
@@ -126,7 +104,7 @@ class SocketsTransport(OnBoard):
             self._lose(known)
         stream, num_bytes = self._dial(address)
         peer = _Peer(address, num_bytes)
-        with self._board.lock:
+        with self._lock:
             try:
                 self._threads.start(self._serve_link, peer, _Link(stream))
             except PeerError:
@@ -135,19 +113,16 @@ class SocketsTransport(OnBoard):
             self._peers[address.peer_id] = peer
         return address.peer_id
 
-    def submit(
-        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
-    ) -> TransferHandle:
+    def submit(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
         limits = self._limits
-        assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
-        with self._board.lock:
+        with self._lock:
             target = self._peers.get(peer)
             if target is None:
                 raise PeerError(f"{peer} is not connected")
             check_runs(runs, self._memory.num_bytes, target.num_bytes)
             if len(runs) > limits.max_runs:
                 raise PeerError(f"a transfer has {len(runs)} runs; the limit is {limits.max_runs}")
-            transfer = Transfer(operation, runs, notify, window)
+            transfer = Transfer(runs)
             target.queue.append(transfer)
             num_idle = target.num_links - sum(link.transfer is not None for link in target.links)
             needs_link = num_idle < len(target.queue) and target.num_links < limits.connections_per_peer
@@ -155,17 +130,8 @@ class SocketsTransport(OnBoard):
                 with contextlib.suppress(PeerError):
                     self._threads.start(self._add_link, target)
                     target.num_links += 1
-            self._board.lock.notify_all()
+            self._lock.notify_all()
         return transfer
-
-    def open_window(self, ranges: np.ndarray) -> bytes:
-        return self._server.windows.open(ranges)
-
-    def close_window(self, name: bytes) -> None:
-        self._server.windows.close(name)
-
-    def is_window_closed(self, name: bytes) -> bool:
-        return self._server.windows.is_closed(name)
 
     def disconnect(self, peer: PeerId) -> None:
         known = self._peers.get(peer)
@@ -173,28 +139,24 @@ class SocketsTransport(OnBoard):
             self._lose(known)
 
     def close(self) -> None:
-        with self._board.lock:
+        with self._lock:
             self._is_closed = True
             peers = list(self._peers.values())
         for peer in peers:
             self._lose(peer)
-        self._threads.join(_GRACE_SECONDS)
-        with self._board.lock:
-            for link in self._links:
-                link.stream.cut()
         assert self._threads.join(_CLOSE_SECONDS), f"a thread has not ended within {_CLOSE_SECONDS} seconds"
         self._server.close(_CLOSE_SECONDS)
         self._memory = FlatMemory()
 
     def _dial(self, address: Address) -> tuple[Stream, int]:
         """Returns a connection to that life of the peer, and the size of its memory. Raises PeerError."""
-        stream, answer = dial(address, Answer, self._address.peer_id, self._key, self._limits.connect_seconds)
+        stream, answer = dial(address, Answer, self._key, self._limits.connect_seconds)
         stream.allow_stalls(self._limits.stall_seconds)
         return stream, answer.num_bytes
 
     def _is_alive(self, peer: _Peer) -> bool:
         """Returns whether the peer seems to be alive; connections with a transfer in progress are not checked."""
-        with self._board.lock:
+        with self._lock:
             is_connected = peer.num_links > 0 and not peer.is_lost
             return is_connected and all(link.transfer is not None or link.stream.is_alive() for link in peer.links)
 
@@ -210,9 +172,8 @@ class SocketsTransport(OnBoard):
 
     def _serve_link(self, peer: _Peer, link: _Link) -> None:
         """Runs in the thread of a link: executes transfers until the peer is lost."""
-        with self._board.lock:
+        with self._lock:
             peer.links.append(link)
-            self._links.add(link)
         try:
             while self._take(peer, link):
                 self._execute(link)
@@ -221,26 +182,25 @@ class SocketsTransport(OnBoard):
         except Exception:
             _logger.exception("the connection to %s has ended because of a bug", peer.address.peer_id)
         finally:
-            with self._board.lock:
+            with self._lock:
                 peer.links.remove(link)
             self._count_out(peer)
-            self._settle(link)
+            if link.transfer is not None:
+                self._set_state([link.transfer], TransferState.FAILED_SETTLED)
             link.stream.close()
-            with self._board.lock:
-                self._links.discard(link)
 
     def _count_out(self, peer: _Peer) -> None:
         """Counts a link that has ended, or could not be made; the peer is lost with the last one."""
-        with self._board.lock:
+        with self._lock:
             peer.num_links -= 1
         if not self._is_alive(peer):
             self._lose(peer)
 
     def _take(self, peer: _Peer, link: _Link) -> bool:
         """Waits for the link's next transfer; False when the peer has been given up."""
-        with self._board.lock:
-            link.transfer, link.has_sent = None, False
-            self._board.lock.wait_for(lambda: peer.queue or peer.is_lost)
+        with self._lock:
+            link.transfer = None
+            self._lock.wait_for(lambda: peer.queue or peer.is_lost)
             if peer.is_lost:
                 return False
             link.transfer = peer.queue.popleft()
@@ -251,42 +211,18 @@ class SocketsTransport(OnBoard):
         stream, transfer = link.stream, link.transfer
         assert transfer is not None
         segments = merged(self._memory.segments(transfer.runs[:, [0, 2]]))
-        is_read = transfer.operation is Operation.READ
-        ranges = transfer.runs[:, 1:].astype("<i8").tobytes()
-        notify = b"" if is_read else transfer.notify
-        stream.send(encode(Request(transfer.operation, ranges, notify, transfer.window)))
+        stream.send(encode(Request(transfer.runs[:, 1:].astype("<i8").tobytes())))
         answer = decode(Answer, stream.receive())
         if answer.refusal:
             _logger.warning("the peer refuses a transfer: %s", answer.refusal)
-            self._board.set_state([transfer], TransferState.FAILED_SETTLED)
+            self._set_state([transfer], TransferState.FAILED_SETTLED)
             return
-        if is_read:
-            stream.receive_segments(segments)
-            if transfer.notify:
-                stream.send(encode(Landed(transfer.notify)))
-        else:
-            with self._board.lock:
-                # Before this, a cut ends both directions.
-                link.has_sent = not stream.is_cut
-            stream.send_segments(segments)
-            decode(Answer, stream.receive())
-        self._board.finish(transfer)
-
-    def _settle(self, link: _Link) -> None:
-        """Called when the connection is no longer usable. Returns when the transfer has settled, or never will."""
-        transfer = link.transfer
-        if transfer is None:
-            return
-        if link.has_sent:
-            self._board.set_state([transfer], TransferState.FAILED_UNSETTLED)
-            link.cut()
-            if not link.stream.wait_for_end():
-                return
-        self._board.set_state([transfer], TransferState.FAILED_SETTLED)
+        stream.receive_segments(segments)
+        self._finish(transfer)
 
     def _lose(self, peer: _Peer) -> None:
         """Gives the peer up. Its transfers settle now, or when their threads have noticed."""
-        with self._board.lock:
+        with self._lock:
             if peer.is_lost:
                 return
             peer.is_lost = True
@@ -295,7 +231,7 @@ class SocketsTransport(OnBoard):
             peer.queue.clear()
             running = [link.transfer for link in peer.links if link.transfer is not None]
             for link in peer.links:
-                link.cut()
-            self._board.lock.notify_all()
-        self._board.set_state(queued, TransferState.FAILED_SETTLED)
-        self._board.set_state(running, TransferState.FAILED_UNSETTLED)
+                link.stream.cut()
+            self._lock.notify_all()
+        self._set_state(queued, TransferState.FAILED_SETTLED)
+        self._set_state(running, TransferState.FAILED_UNSETTLED)

@@ -6,6 +6,7 @@ progress soon raises PeerError, and every later one does at once. Every failure 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -58,8 +59,7 @@ class Stream:
         self._socket = connection
         self._stall_seconds = stall_seconds
         self._lock = threading.Lock()
-        self.is_cut = False
-        self._is_receiving_cut = False
+        self._is_cut = False
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(connection)
@@ -111,7 +111,7 @@ class Stream:
     def is_alive(self) -> bool:
         """Returns whether the peer has not closed the connection; for streams on which it is not the peer's turn."""
         try:
-            return not self.is_cut and self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return not self._is_cut and self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
             return True
         except OSError:
@@ -167,7 +167,7 @@ class Stream:
         return data
 
     def _check(self) -> None:
-        if self.is_cut:
+        if self._is_cut:
             raise PeerError("the connection was cancelled")
 
     def _fail(self, error: OSError) -> NoReturn:
@@ -178,34 +178,11 @@ class Stream:
 
     def cut(self) -> None:
         """Ends both directions. Memory is no longer written, except by a call in progress, which this ends."""
-        self._is_receiving_cut = True
-        self._shut(socket.SHUT_RDWR)
-
-    def cut_sending(self) -> None:
-        """Ends the sending direction: the peer reads the end of the stream after the data that was sent."""
-        self._shut(socket.SHUT_WR)
-
-    def _shut(self, how: int) -> None:
-        self.is_cut = True
-        with self._lock:
-            try:
-                self._socket.shutdown(how)
-            except OSError:
-                return  # the connection has ended
-
-    def wait_for_end(self) -> bool:
-        """Waits, after `cut_sending`, until the peer's process has closed its end. Returns False if that is unknown."""
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-            while self._socket.recv(1 << 16):
-                pass
-        except ConnectionError:
-            pass
-        except OSError:
-            return False
-        return not self._is_receiving_cut
+        self._is_cut = True
+        with self._lock, contextlib.suppress(OSError):  # the connection has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.is_cut = True
+        self._is_cut = True
         with self._lock:
             self._socket.close()
