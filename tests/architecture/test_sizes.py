@@ -20,7 +20,7 @@ PARAMETER_WAIVERS = {
 # Folder -> its lines of code (`code_lines`). A budget shrinks with its folder; it grows only in a change that adds a
 # feature that users see, and says so.
 BUDGETS = {
-    "attention": 370,
+    "attention": 362,
     "cli": 1474,
     "config": 1359,
     "core": 1487,
@@ -29,7 +29,7 @@ BUDGETS = {
     "frontend": 1515,
     "grammar": 372,
     "kernels": 4404,
-    "kv_transfer": 7541,
+    "kv_transfer": 7217,
     "layers": 261,
     "loadgen": 457,
     "messages": 718,
@@ -40,9 +40,9 @@ BUDGETS = {
     "router": 1950,
     "runner": 2667,
     "server": 4249,
-    "simulation": 3868,
+    "simulation": 3776,
     "tokenizer": 338,
-    "utils": 436,
+    "utils": 445,
     "verify": 773,
     "worker": 613,
 }

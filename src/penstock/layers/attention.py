@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.attention.backend import AttentionHeads
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.parallel.topology import HeadShare

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import GatheredLinear

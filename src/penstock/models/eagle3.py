@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.config.eagle3 import Eagle3Config
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.config.encoder import EncoderConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.gelu import gelu

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
 from penstock.kernels.triton.linear.tiles import MAX_TOKENS, Role

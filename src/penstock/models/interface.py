@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import Decoder, DecoderLayer

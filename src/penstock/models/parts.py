@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import PagedAttention

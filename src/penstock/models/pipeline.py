@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.forward_context import ForwardContext
 from penstock.models.decoder import Decoder, IntermediateTensors
 from penstock.models.interface import ModelOutput
 from penstock.parallel.groups import TensorChannel

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.attention.forward_context import ForwardContext
+from penstock.attention.metadata import AttentionMetadata
 from penstock.config.engine import SchedulerConfig
 from penstock.layers.attention import WORKSPACE
 from penstock.models.encoder import Encoder

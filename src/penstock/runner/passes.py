@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.attention.metadata import LayerCaches
+from penstock.attention.forward_context import LayerCaches
 from penstock.kernels.prepare_inputs import store_drafts
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.models.interface import Model, ModelOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import LayerCaches
+from penstock.attention.forward_context import LayerCaches
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.config.pooling import PoolingConfig
 from penstock.kv_transfer.connector import WorkerConnector

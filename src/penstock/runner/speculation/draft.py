@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.attention.metadata import LayerCaches
+from penstock.attention.forward_context import LayerCaches
 from penstock.models.interface import DraftHead, Model
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.speculation.pick import Picker

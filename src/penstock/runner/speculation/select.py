@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import LayerCaches
+from penstock.attention.forward_context import LayerCaches
 from penstock.config.speculative import SpeculativeConfig
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.mtp import MultiTokenPredictor
