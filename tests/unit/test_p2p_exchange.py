@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replace_dataclass
@@ -39,7 +40,7 @@ from penstock.kv_transfer.p2p.messages import (
     Shard,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
+from penstock.kv_transfer.p2p.producer import Offer, Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
 from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, PeerKey
 from penstock.kv_transfer.p2p.socket_channel import SocketChannel
@@ -273,3 +274,60 @@ def test_requests_beyond_the_share_of_the_pool_get_no_ticket_and_free_their_bloc
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.request_finished(request, ((9, 10),) * 2, FinishReason.LENGTH) == FREED
     engine.scheduler.check_integrity()
+
+
+class WatchedLock:
+    """A lock that knows whether it is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+
+
+class Guarded:
+    """Stands for a part that both threads use. Whether there are jobs may be read at any time."""
+
+    def __init__(self, part: object, lock: WatchedLock) -> None:
+        self._part, self._lock = part, lock
+
+    def __getattr__(self, name: str) -> Any:
+        assert self._lock.depth or name == "is_idle", f"{name} is used without the lock"
+        return getattr(self._part, name)
+
+
+def test_every_call_uses_what_both_threads_share_under_the_lock() -> None:
+    engine = Engine()
+    exchange, lock = engine.exchange, WatchedLock()
+    exchange._lock = lock  # type: ignore[assignment]
+    for part in ("_producer", "_consumer", "_sessions", "_jobs", "_traffic"):
+        setattr(exchange, part, Guarded(getattr(exchange, part), lock))
+    source, tables = RemotePrefill(ADDRESS, "p", rendezvous="x"), ((1, 2), (1, 2))
+    load = Load(source, PROMPT, tables, 0, 4, 0.0)
+    exchange.begin_load("load", load)
+    exchange.abandon_load("load")
+    exchange.refuse_load("refused", load, "no")
+    exchange.dismiss("none", source, PROMPT)
+    for name in ("held", "withdrawn"):
+        exchange.expect(name, name)
+        exchange.restart(name)
+        exchange.on_computed(name, tables, 0, 4)
+    assert exchange.offer(Offer(hold_id="held", prompt_digest=PROMPT, num_tokens=5, block_ids=tables))
+    exchange.withdraw("withdrawn")
+    for event in (Connected(PEER, is_outgoing=True), Received(PEER, hello()), Lost(PEER, "gone")):
+        exchange.on_event(event)
+    exchange.on_time()
+    exchange.take_metadata(computes=False)
+    exchange.apply(NO_OUTPUT)
+    exchange.counters()
+    exchange.check_integrity()
+    exchange.wait(0.0)
+    assert exchange.has_pending_work
+    exchange.shutdown()
