@@ -307,6 +307,25 @@ def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
         assert not recorder.is_time.wait(0.05), "a time is reported once"
 
 
+def test_a_time_may_be_cleared_while_the_channel_looks_at_it() -> None:
+    class Cleared(SocketChannel):
+        """The other thread clears the time as soon as it has been read."""
+
+        times: Iterator[float] = iter(())
+
+        @property
+        def _wake_time(self) -> float | None:
+            return next(self.times, None)
+
+        @_wake_time.setter
+        def _wake_time(self, when: float | None) -> None: ...
+
+    channel = start(Cleared(HOST, PORT, KEY))
+    channel.close()
+    channel.times = iter([0.0])  # type: ignore[attr-defined]
+    assert channel._patience() == 0.0
+
+
 def test_events_before_the_start_are_kept() -> None:
     right = SocketChannel(HOST, PORT, KEY)
     with contextlib.closing(right), channels(1) as (left,):
