@@ -331,3 +331,30 @@ def test_every_call_uses_what_both_threads_share_under_the_lock() -> None:
     exchange.wait(0.0)
     assert exchange.has_pending_work
     exchange.shutdown()
+
+
+OTHER_LAYOUT = make_layout(model(2), 8)
+UNFIT_LAYOUT = make_layout(model(2, dim=4), 4)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, UNFIT_LAYOUT], ids=["accepted", "refused"])
+def test_an_idle_engine_forgets_engines_that_have_left(layout: KVLayout) -> None:
+    engine = Engine()
+    jobs = engine.exchange._jobs
+    for number in range(3):
+        name = f"peer {number}"
+        engine.exchange.on_event(Connected(name, is_outgoing=False))
+        engine.exchange.on_event(Received(name, hello(layout, engine_id=f"d{number}")))
+        engine.exchange.on_event(Lost(name, "gone"))
+    assert (jobs._known, list(jobs._readings)) == ({}, [""])
+    assert [engine_id for engine_id, _ in jobs._topology._stages] == ["this engine"]
+
+
+def test_an_engine_does_not_replace_another_one_of_the_same_name() -> None:
+    engine = Engine()
+    for name, layout in (("first", LAYOUT), ("second", OTHER_LAYOUT)):
+        engine.exchange.on_event(Connected(name, is_outgoing=False))
+        engine.exchange.on_event(Received(name, hello(layout)))
+    assert engine.exchange._jobs._known == {"p/1": hello()}
+    assert engine.exchange._sessions.has("first")
+    assert not engine.exchange._sessions.has("second")

@@ -329,6 +329,7 @@ class Exchange:
 
     def _forget(self, peer: PeerKey, reason: str) -> None:
         self._sessions.on_lost(peer)
+        self._jobs.forget_unused(self._sessions.engines())
         self._producer.on_lost(peer)
         self._consumer.on_lost(peer, cut_reason(reason))
 
