@@ -243,8 +243,7 @@ class Producer:
         self.counts.num_offered += 1
         if hold.rendezvous:
             self._state.at_rendezvous[hold.rendezvous] = hold
-            closed = self._state.closed.pop(hold.rendezvous, None)
-            if closed is not None and closed.is_by_reader:
+            if self._state.closed.pop(hold.rendezvous, None) is not None:  # by its reader: see `expect`
                 self._release(hold)
             for key in self._waiting_at(hold.rendezvous):
                 self._answer(self._state.parked.pop(key).reader, now)
