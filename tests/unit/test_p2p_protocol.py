@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, Dial, Ended, Read
 from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
+    CODEC,
     Abort,
     Done,
     DoneAck,
@@ -43,7 +44,7 @@ from penstock.kv_transfer.p2p.producer import Digest, Offer, Producer, ProducerR
 from penstock.kv_transfer.p2p.session import Send, find_differences
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
 from penstock.messages.kv_transfer import BadRange
-from penstock.utils.errors import ConfigError, PeerError, RequestError
+from penstock.utils.errors import ConfigError, PeerError, RequestError, WireError
 
 OFFICE = TicketOffice(b"key")
 PROMPT = digest_prompt((1, 2, 3), None)
@@ -593,6 +594,7 @@ def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() ->
     producer.poll(5.0)
     reasons = [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
     assert reasons == [("c", Reason.OVERLOADED), ("b", Reason.PREFILL_FAILED), ("a", Reason.UNKNOWN_REQUEST)]
+    producer.poll(6.0)
     assert producer.next_deadline is None
 
 
@@ -659,6 +661,7 @@ def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
     producer = make_producer()
     producer.expect("hold", "x")
     producer.withdraw("hold", 0.0)
+    assert producer.next_deadline == 5.0, "it is forgotten though nothing else happens"
     producer.poll(5.0)
     producer.receive(PEER, fetch(rendezvous="x"), 5.0)
     assert answers(producer) == []
@@ -669,6 +672,14 @@ def test_messages_of_the_other_half_break_the_session() -> None:
         make_producer().receive(PEER, DoneAck("load", True), 0.0)
     with pytest.raises(PeerError, match="Fetch"):
         Consumer(10.0, OFFICE).receive(PEER, fetch(), 0.0)
+
+
+@pytest.mark.parametrize("field", ["transfer_id", "ticket", "rendezvous", "prompt_digest"])
+def test_what_is_kept_of_a_waiting_reader_is_limited(field: str) -> None:
+    text = "x" * 20_000
+    with pytest.raises(WireError, match=field):
+        CODEC.copy(fetch(**{field: text.encode() if field == "prompt_digest" else text}))
+    assert CODEC.copy(fetch(rendezvous="x" * 4096)) == fetch(rendezvous="x" * 4096)
 
 
 # ---- The receiving half ----

@@ -322,8 +322,8 @@ class Producer:
     @property
     def next_deadline(self) -> float | None:
         state = self._state
-        deadlines = [each.deadline for each in (*state.parked.values(), *state.holds.values())]
-        return min((each for each in deadlines if each != float("inf")), default=None)
+        timed = (*state.parked.values(), *state.closed.values(), *state.holds.values())
+        return min((each.deadline for each in timed if each.deadline != float("inf")), default=None)
 
     def take_actions(self) -> list[ProducerAction]:
         actions, self._actions = self._actions, []
