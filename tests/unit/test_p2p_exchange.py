@@ -27,17 +27,24 @@ from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
+    Abort,
     Bye,
     DigestJob,
+    Done,
+    DoneAck,
     Fetch,
+    Grant,
     Hello,
     Message,
     P2PHandshake,
+    P2PMetadata,
     P2PSetup,
+    PeerShards,
     ReadJob,
     Reason,
     Refuse,
     Shard,
+    ShardDigests,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.producer import Offer, Producer, ProducerRules
@@ -46,9 +53,10 @@ from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, PeerKey
 from penstock.kv_transfer.p2p.socket_channel import SocketChannel
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_layout import KVLayout
-from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
 from penstock.messages.outputs import FinishReason
 from penstock.utils.clock import Clock, ManualClock, SystemClock
+from penstock.utils.errors import RequestError
 from tests.unit.kv_memory_fakes import make_layout, model
 from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES
 
@@ -65,6 +73,10 @@ class ScriptedChannel:
     def __init__(self) -> None:
         self.address: Address = ("127.0.0.1", 1)
         self.sent: list[Message] = []
+        self.ended: list[tuple[PeerKey, int]] = []
+        """The connections that were hung up, and how many messages had been sent by then."""
+        self.wake_time: float | None = None
+        self.failure: Exception | None = None
 
     def answer_queries(self, answer: Mapping[str, Any]) -> None: ...
     def dial(self, address: Address) -> PeerKey:
@@ -73,10 +85,17 @@ class ScriptedChannel:
     def send(self, peer: PeerKey, message: Message) -> None:
         self.sent.append(message)
 
-    def hang_up(self, peer: PeerKey) -> None: ...
-    def wake_at(self, when: float | None) -> None: ...
+    def hang_up(self, peer: PeerKey) -> None:
+        self.ended.append((peer, len(self.sent)))
+
+    def wake_at(self, when: float | None) -> None:
+        self.wake_time = when
+
     def start(self, handler: ChannelHandler) -> None: ...
-    def check(self) -> None: ...
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
     def close(self) -> None: ...
 
 
@@ -99,8 +118,8 @@ class Engine(Core):
     """One without a network."""
 
     def __init__(self) -> None:
-        self.channel = ScriptedChannel()
-        super().__init__("d", self.channel, ManualClock())
+        self.channel, self.clock = ScriptedChannel(), ManualClock()
+        super().__init__("d", self.channel, self.clock)
 
     def hear(self, *events: ChannelEvent) -> list[str]:
         """Returns why loads have ended."""
@@ -358,3 +377,245 @@ def test_an_engine_does_not_replace_another_one_of_the_same_name() -> None:
     assert engine.exchange._jobs._known == {"p/1": hello()}
     assert engine.exchange._sessions.has("first")
     assert not engine.exchange._sessions.has("second")
+
+
+TABLES = ((1, 2), (1, 2))
+
+
+def prefill(engine: Engine, name: str = "a", rendezvous: str = "") -> str:
+    """Runs a request of which the first four tokens are in whole blocks. Returns its ticket."""
+    params: dict[str, object] = {"do_remote_decode": True}
+    request = Request(name, f"{name}/hold", {**params, "transfer_id": rendezvous} if rendezvous else params)
+    engine.scheduler.on_new_request(request)
+    result = engine.scheduler.request_finished(request, TABLES, FinishReason.LENGTH)
+    assert result.kv_transfer_params is not None
+    return str(result.kv_transfer_params["ticket"])
+
+
+def reader_of(ticket: str = "", rendezvous: str = "", end: int = 4) -> Fetch:
+    digest = digest_prompt((1, 2, 3, 4, 5), None)
+    return Fetch(transfer_id="load", first=0, end=end, prompt_digest=digest, ticket=ticket, rendezvous=rendezvous)
+
+
+def meet(engine: Engine, layout: KVLayout = LAYOUT, *, is_outgoing: bool = False) -> None:
+    engine.exchange.on_event(Connected(PEER, is_outgoing))
+    engine.exchange.on_event(Received(PEER, hello(layout)))
+
+
+def step(engine: Engine, *reports: TransferReport) -> P2PMetadata:
+    metadata = engine.exchange.take_metadata(computes=False)
+    engine.exchange.apply(KVConnectorOutput(reports))
+    return metadata
+
+
+def test_the_core_is_woken_by_events_and_jobs_and_by_nothing_else() -> None:
+    engine, calls = Engine(), list[str]()
+    news = engine.exchange._news
+    engine.scheduler.set_waker(lambda: calls.append("woken"))
+    ticket, other = prefill(engine, "a"), prefill(engine, "b")
+    meet(engine)
+    engine.exchange.on_time()
+    assert not calls
+    assert not engine.scheduler.has_pending_work
+    # A job for the workers.
+    engine.exchange.on_event(Received(PEER, reader_of(ticket)))
+    assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"], True, True)
+    (job,) = engine.exchange.take_metadata(computes=False).digests
+    assert not news.is_set()
+    assert engine.scheduler.has_pending_work, "the job is not done"
+    engine.exchange.apply(KVConnectorOutput((digests_of(job),)))
+    assert isinstance(engine.channel.sent[-1], Grant), "it is sent at once"
+    assert not engine.scheduler.has_pending_work
+    # An event of a peer, and one of the time.
+    calls.clear()
+    engine.exchange.on_event(Received(PEER, Abort("load")))
+    assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"], True, True)
+    engine.exchange.take_metadata(computes=False)
+    assert engine.exchange.apply(NO_OUTPUT) == [Released("a/hold")]
+    assert not engine.scheduler.has_pending_work, "events are returned once"
+    engine.clock.advance(100.0)
+    engine.exchange.on_time()
+    assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"] * 2, True, True)
+    assert engine.scheduler.update_connector_output(NO_OUTPUT) == [Released("b/hold")]
+    assert other
+
+
+def test_the_core_waits_for_peers_only_without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, waits = Engine(), list[float | None]()
+    monkeypatch.setattr(engine.exchange._news, "wait", waits.append)
+    engine.scheduler.wait(0.5)
+    meet(engine)
+    engine.exchange.on_event(Received(PEER, reader_of(prefill(engine))))
+    engine.scheduler.wait(0.7)
+    assert waits == [0.5]
+
+
+def test_a_step_has_time_if_neither_it_nor_one_before_it_computes() -> None:
+    exchange = Engine().exchange
+    found = [exchange.take_metadata(computes=computes).has_time for computes in (True, False)]
+    exchange.apply(NO_OUTPUT)
+    found.append(exchange.take_metadata(computes=False).has_time)
+    for _ in range(2):
+        exchange.apply(NO_OUTPUT)
+    found.append(exchange.take_metadata(computes=False).has_time)
+    assert found == [False, False, False, True]
+
+
+def test_the_core_ends_when_the_connections_have_ended_by_a_bug() -> None:
+    engine = Engine()
+    engine.channel.failure = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.exchange.take_metadata(computes=False)
+    with pytest.raises(RuntimeError, match="a bug"):
+        assert engine.scheduler.has_pending_work
+
+
+def test_every_deadline_is_passed_on_to_the_channel_and_has_an_effect() -> None:
+    engine = Engine()
+    engine.exchange.on_event(Connected(PEER, is_outgoing=False))
+    assert engine.channel.wake_time == 5.0
+    engine.clock.advance(5.0)
+    engine.exchange.on_time()
+    assert engine.channel.ended == [(PEER, 0)]
+    assert not engine.exchange._sessions.has(PEER)
+    assert engine.channel.wake_time is None
+    prefill(engine)
+    assert engine.channel.wake_time == 105.0
+    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, TABLES, 0, 4, 5.0)
+    engine.exchange.begin_load("load", load)
+    assert engine.channel.wake_time == 35.0
+    engine.clock.advance(30.0)
+    engine.exchange.on_time()
+    engine.exchange.take_metadata(computes=False)
+    (ended,) = engine.exchange.apply(NO_OUTPUT)
+    assert ended == LoadEnded(
+        "load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), "the KV has not arrived within 30 seconds"
+    )
+
+
+@pytest.mark.parametrize("message", [Bye("enough"), DoneAck("load", True), hello()], ids=["bye", "wrong half", "again"])
+def test_a_session_that_has_ended_is_closed_and_its_later_messages_have_no_effect(message: Message) -> None:
+    engine = Engine()
+    ticket = prefill(engine)
+    meet(engine)
+    num_sent = len(engine.channel.sent)
+    for each in (reader_of(ticket), message, Done("load"), reader_of(prefill(engine, "b"))):
+        engine.exchange.on_event(Received(PEER, each))
+    assert engine.channel.ended == [(PEER, num_sent)]
+    assert not engine.exchange._sessions.has(PEER)
+    assert len(engine.channel.sent) == num_sent
+    assert engine.exchange._events == [Released("a/hold")]
+    assert step(engine).dropped == ("1:digest-1",), "nobody waits for the digests"
+    engine.scheduler.check_integrity()
+
+
+def test_a_peer_of_another_model_is_told_before_its_connection_ends() -> None:
+    engine = Engine()
+    engine.exchange.on_event(Connected(PEER, is_outgoing=False))
+    engine.exchange.on_event(Received(PEER, hello(meaning={"weights": "other"})))
+    (refusal,) = engine.channel.sent
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.OTHER_MODEL
+    assert engine.channel.ended[0] == (PEER, 1)
+
+
+def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_by_them() -> None:
+    engine, small = Engine(), make_layout(model(2), 2)
+    meet(engine, small)
+    engine.exchange.on_event(Received(PEER, reader_of(prefill(engine))))
+    metadata = engine.exchange.take_metadata(computes=False)
+    (job,) = metadata.digests
+    assert metadata.peers == (PeerShards("p/1", (Shard((0, 0), small, b""),)),)
+    # The next prompt is digested for the same ranks, of which the workers know.
+    engine.scheduler.on_new_request(with_tokens(Request("b", "b/hold", {"do_remote_decode": True}), 11))
+    metadata = engine.scheduler.build_connector_meta(plan_of("b", 4))
+    assert ([each.peer for each in metadata.digests], metadata.peers) == (["p/1"], ())
+    engine.exchange.on_event(Lost(PEER, "gone"))
+    metadata = engine.exchange.take_metadata(computes=False)
+    assert metadata.forgotten == ("p/1",)
+    assert metadata.dropped == (job.job_id,)
+    # Nobody has this reading any more: one piece is left out, and the next prompts are digested for equal ranks.
+    engine.scheduler.build_connector_meta(plan_of("b", 4, 4))
+    assert engine.exchange._producer.expected is engine.exchange._jobs.own_reading
+    engine.scheduler.on_new_request(with_tokens(Request("c", "c/hold", {"do_remote_decode": True}), 11))
+    (job,) = engine.scheduler.build_connector_meta(plan_of("c", 4)).digests
+    assert job.peer == ""
+    engine.scheduler.check_integrity()
+
+
+def granted_load(engine: Engine, digests: tuple[ShardDigests, ...]) -> None:
+    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, TABLES, 0, 4, 0.0)
+    engine.exchange.begin_load("load", load)
+    meet(engine, is_outgoing=True)
+    grant = Grant(transfer_id="load", lease=9.0, block_ids=((7, 8), (7, 8)), digests=digests)
+    engine.exchange.on_event(Received(PEER, grant))
+
+
+DIGESTS = (ShardDigests((0, 0), (0, 0), ((b"a",), (b"b",))),)
+
+
+def test_kv_without_digests_is_not_read() -> None:
+    engine = Engine()
+    granted_load(engine, ())
+    assert engine.channel.sent[-1] == Abort("load")
+    assert engine.exchange.take_metadata(computes=False).reads == ()
+    (ended,) = engine.exchange.apply(NO_OUTPUT)
+    assert isinstance(ended, LoadEnded)
+    assert "no digests" in ended.reason
+
+
+def test_a_load_whose_request_has_ended_is_cancelled() -> None:
+    engine = Engine()
+    granted_load(engine, DIGESTS)
+    (job,) = step(engine).reads
+    assert job.remote_block_ids == ((7,), (7,)), "the blocks of the requested tokens"
+    assert job.digests == DIGESTS
+    engine.exchange.abandon_load("load")
+    assert engine.channel.sent[-1] == Abort("load")
+    assert step(engine).cancelled == (job.job_id,)
+    assert step(engine).cancelled == ()
+    engine.exchange.take_metadata(computes=False)
+    failed = TransferReport(job.job_id, (0, 0), TransferStatus.FAILED)
+    assert engine.exchange.apply(KVConnectorOutput((failed,))) == [
+        LoadEnded("load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), "the request has ended")
+    ]
+    engine.scheduler.check_integrity()
+
+
+def test_a_preempted_prompt_drops_its_digests_in_the_next_step() -> None:
+    engine = Engine()
+    engine.exchange.expect("hold", "")
+    engine.exchange.on_computed("hold", TABLES, 0, 4)
+    (job,) = step(engine).digests
+    engine.exchange.restart("hold")
+    assert engine.scheduler.has_pending_work, "the workers are to be told"
+    assert step(engine).dropped == (job.job_id,)
+    assert step(engine).dropped == ()
+    assert not engine.scheduler.has_pending_work
+
+
+def test_a_reader_of_a_request_that_ends_without_kv_is_refused_at_once() -> None:
+    engine = Engine()
+    engine.exchange.expect("hold", "x")
+    with pytest.raises(RequestError, match="already in use"):
+        engine.exchange.expect("again", "x")
+    meet(engine)
+    engine.exchange.on_event(Received(PEER, reader_of(rendezvous="x")))
+    engine.exchange.withdraw("hold")
+    refusal = engine.channel.sent[-1]
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.PREFILL_FAILED
+    engine.exchange.expect("again", "x")
+
+
+def test_an_engine_says_that_nothing_is_needed_and_that_it_shuts_down() -> None:
+    engine = Engine()
+    engine.exchange.dismiss("none", RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    meet(engine, is_outgoing=True)
+    assert isinstance(engine.channel.sent[-1], Fetch)
+    engine.exchange.dismiss("none", RemotePrefill(ADDRESS, "p", rendezvous="y"), PROMPT)
+    last = engine.channel.sent[-1]
+    assert isinstance(last, Fetch)
+    assert (last.rendezvous, last.first, last.end) == ("y", 0, 0)
+    engine.exchange.shutdown()
+    assert engine.channel.sent[-1] == Bye("the engine shuts down")
