@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.kv_transfer.connector import FREED, FinishAction, FinishResult, LoadEnded, Released
+from penstock.kv_transfer.connector import FREED, NO_MATCH, FinishAction, FinishResult, LoadEnded, Released
 from penstock.kv_transfer.p2p.channel import (
     Channel,
     ChannelEvent,
@@ -49,14 +49,14 @@ from penstock.kv_transfer.p2p.messages import (
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.producer import Offer, Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
-from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, PeerKey
+from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, Close, PeerKey, Send, Sessions, engine_key
 from penstock.kv_transfer.p2p.socket_channel import SocketChannel
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
 from penstock.messages.outputs import FinishReason
 from penstock.utils.clock import Clock, ManualClock, SystemClock
-from penstock.utils.errors import RequestError
+from penstock.utils.errors import PeerError, RequestError
 from tests.unit.kv_memory_fakes import make_layout, model
 from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES
 
@@ -619,3 +619,164 @@ def test_an_engine_says_that_nothing_is_needed_and_that_it_shuts_down() -> None:
     assert (last.rendezvous, last.first, last.end) == ("y", 0, 0)
     engine.exchange.shutdown()
     assert engine.channel.sent[-1] == Bye("the engine shuts down")
+
+
+# ---- Introductions ----
+
+
+def shards_of(*ranks: tuple[int, int], layout: KVLayout = LAYOUT) -> tuple[Shard, ...]:
+    return tuple(Shard(rank, layout, b"") for rank in ranks)
+
+
+def introduced(message: Hello, *, is_outgoing: bool = False) -> tuple[str | None, list[Send | Close]]:
+    """Returns why the peer cannot be used, and what follows."""
+    sessions = Sessions(hello(engine_id="own"), frozenset({"arithmetic"}))
+    sessions.on_connected(PEER, is_outgoing, 0.0)
+    sessions.take_actions()
+    problem = sessions.introduce(PEER, message)
+    assert (sessions.hello_of(PEER) is None) == (problem is not None)
+    assert (sessions.next_deadline is None) == (problem is None)
+    assert sessions.engines() == (set() if problem else {"p/1"})
+    assert sessions.poll(1000.0) == ([PEER] if problem else []), "an open session has no deadline"
+    return problem, sessions.take_actions()
+
+
+def test_only_the_accepting_side_answers_an_introduction() -> None:
+    own = Send(PEER, hello(engine_id="own"))
+    assert introduced(hello()) == (None, [own])
+    assert introduced(hello(), is_outgoing=True) == (None, [])
+    assert introduced(hello(meaning={**MEANING, "arithmetic": "other"})) == (None, [own])
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (replace(hello(), version=VERSION + 1), Reason.OTHER_VERSION),
+        (hello(transport="other"), Reason.OTHER_TRANSPORT),
+        (hello(meaning={}), Reason.OTHER_MODEL),
+        (hello(meaning={**MEANING, "speculator": "mtp"}), Reason.OTHER_MODEL),
+    ],
+)
+def test_a_difference_that_matters_is_answered_and_the_connection_closed(message: Hello, reason: Reason) -> None:
+    problem, (refusal, closed, late) = introduced(message)
+    assert problem
+    assert isinstance(refusal, Send)
+    assert isinstance(refusal.message, Refuse)
+    assert refusal.message.reason is reason
+    assert closed == late == Close(PEER)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello(engine_id=""),
+        hello(engine_id="x" * 129),
+        hello(engine_id="a\nb"),
+        replace(hello(), shards=()),
+        replace(hello(), shards=shards_of((0, 1))),
+        replace(hello(), shards=shards_of((0, 0), (0, 0))),
+        replace(hello(), shards=shards_of((0, 0), (1, 1))),
+        replace(hello(), shards=shards_of((-2, -2))),
+        replace(hello(), shards=shards_of((1 << 40, 1 << 40))),
+        replace(hello(), shards=shards_of(*((0, rank) for rank in range(1025)))),
+        replace(hello(), shards=(*shards_of((0, 0)), *shards_of((0, 1), layout=OTHER_LAYOUT))),
+    ],
+    ids=lambda message: f"{message.engine_id[:3]!r} {[each.shard for each in message.shards[:2]]}",
+)
+def test_a_peer_that_no_engine_can_be_is_refused(message: Hello) -> None:
+    with pytest.raises(PeerError):
+        introduced(message)
+
+
+def test_another_life_of_an_engine_is_another_engine() -> None:
+    assert engine_key(hello()) != engine_key(hello(epoch="2"))
+
+
+# ---- Requests ----
+
+
+@pytest.mark.parametrize(("role", "flag"), [("kv_consumer", "do_remote_decode"), ("kv_producer", "do_remote_prefill")])
+def test_an_engine_refuses_requests_for_the_other_role(role: str, flag: str) -> None:
+    engine = Engine()
+    engine.scheduler._settings = replace_dataclass(engine.scheduler._settings, role=role)
+    params = {flag: True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
+    with pytest.raises(RequestError, match=role):
+        engine.scheduler.on_new_request(Request("a", "a/hold", params))
+
+
+def remote_request(salt: str | None = None, **changes: Any) -> Request:
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
+    return Request("a", "a/hold", {**params, **changes}, cache_salt=salt)
+
+
+def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> None:
+    engine, request = Engine(), remote_request("salt")
+    engine.scheduler.on_new_request(request)
+    for num_prompt_tokens, num_tokens in ((5, 4), (8, 4), (9, 8)):
+        assert engine.scheduler.get_num_new_matched_tokens(with_tokens(request, num_prompt_tokens), 0).num_tokens == (
+            num_tokens
+        )
+    engine.scheduler.update_state_after_alloc(request, "load", TABLES, 0, 4)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    meet(engine, is_outgoing=True)
+    fetch = engine.channel.sent[-1]
+    assert isinstance(fetch, Fetch)
+    assert fetch.prompt_digest == digest_prompt(request.prompt_token_ids, "salt")
+    engine.scheduler.request_finished(request, (), FinishReason.ABORT)
+    assert engine.channel.sent[-1] == Abort("load")
+
+
+def test_no_more_tokens_are_requested_than_the_prompt_has() -> None:
+    serial: dict[str, Any] = {"remote_host": "127.0.0.1", "remote_port": 1, "remote_engine_id": "p", "ticket": "t"}
+    for remote, expected in ((3, 0), (5, 4), (100, 4)):
+        engine = Engine()
+        request = Request("a", "a/hold", {"do_remote_prefill": True, **serial, "remote_num_tokens": remote})
+        engine.scheduler.on_new_request(request)
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0).num_tokens == expected
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_the_other_engine_is_told_that_a_request_needs_nothing(is_computed: bool) -> None:
+    engine, request = Engine(), remote_request()
+    engine.scheduler.on_new_request(request)
+    if is_computed:
+        engine.scheduler.build_connector_meta(plan_of("a", 5))
+    assert engine.scheduler.request_finished(request, TABLES, FinishReason.STOP) == FREED
+    (line,) = engine.exchange._consumer._lines.values()
+    assert [(each.first, each.end) for each in line.waiting] == [(0, 0)]
+
+
+@pytest.mark.parametrize(("reason", "tables"), [(FinishReason.ABORT, TABLES), (FinishReason.STOP, ())])
+def test_kv_of_a_request_without_a_whole_prompt_is_not_held(reason: FinishReason, tables: Any) -> None:
+    engine = Engine()
+    request = Request("a", "a/hold", {"do_remote_decode": True})
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.request_finished(request, tables, reason) == FREED
+    engine.scheduler.on_new_request(request)
+    engine.scheduler.check_integrity()
+
+
+def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemption() -> None:
+    engine = Engine()
+    engine.scheduler.on_new_request(with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 12))
+    found: list[list[int]] = []
+    for num_computed in (5, 0):
+        plan = plan_of("a", 4 if num_computed == 0 else 3)
+        plan.new_requests[0].num_computed_tokens = num_computed
+        plan.num_computed_tokens = (num_computed, 9)
+        first = engine.scheduler.build_connector_meta(plan)
+        second = engine.scheduler.build_connector_meta(plan_of("a", 8, 4))
+        found.append(sorted(engine.exchange._producer._state.holds["a/hold"].digests._pieces))
+        assert second.digests[-1].block_ids[0][-1] == 3, "the blocks that were added are among them"
+        assert not second.has_time
+    assert found == [[4, 8], [0, 4]]
+    assert len(first.dropped) == 2
+
+
+def test_blocks_are_not_digested_twice() -> None:
+    core = Core("p", ScriptedChannel(), ManualClock(), has_drafts=False)
+    request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
+    core.scheduler.on_new_request(request)
+    assert len(core.scheduler.build_connector_meta(plan_of("a", 4)).digests) == 1
+    core.scheduler.on_blocks_complete(request, TABLES, 0, 2)
+    assert core.exchange.take_metadata(computes=True).digests == (), "only with drafts"

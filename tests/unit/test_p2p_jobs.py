@@ -14,7 +14,7 @@ from penstock.utils.errors import PeerError
 from tests.unit.kv_memory_fakes import make_layout, model
 
 RANKS: tuple[ShardId, ...] = ((0, 0), (0, 1))
-OWN = {rank: Shard(rank, make_layout(model(2), 4, rank=rank[1], tp=2), b"") for rank in RANKS}
+OWN: dict[ShardId, Shard] = {rank: Shard(rank, make_layout(model(2), 4, rank=rank[1], tp=2), b"") for rank in RANKS}
 DONE, FAILED = TransferStatus.DONE, TransferStatus.FAILED
 
 
