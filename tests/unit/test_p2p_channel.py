@@ -294,8 +294,8 @@ def test_connections_have_keepalive_and_a_limit_of_unacknowledged_time() -> None
 def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
     with channels() as (left, right):
         there, here = connect(left, right)
-        when = SystemClock().now() + 0.2
-        right.wake_at(when + 100.0)
+        when = SystemClock().now() + 0.4
+        right.wake_at(when - 0.1)
         right.wake_at(None)
         right.wake_at(when)
         left.send(there, Done("before"))
@@ -307,6 +307,31 @@ def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
         assert not recorder.is_time.wait(0.05), "a time is reported once"
 
 
+def test_a_time_that_is_set_while_nothing_happens_is_noticed() -> None:
+    with channels(1) as (right,):
+        right.wake_at(SystemClock().now() + 0.02)
+        assert recorder_of(right).is_time.wait(SECONDS)
+
+
+def test_a_time_may_be_cleared_while_the_channel_looks_at_it() -> None:
+    class Cleared(SocketChannel):
+        """The other thread clears the time as soon as it has been read."""
+
+        times: Iterator[float] = iter(())
+
+        @property
+        def _wake_time(self) -> float | None:
+            return next(self.times, None)
+
+        @_wake_time.setter
+        def _wake_time(self, when: float | None) -> None: ...
+
+    channel = start(Cleared(HOST, PORT, KEY))
+    channel.close()
+    channel.times = iter([0.0])  # type: ignore[attr-defined]
+    assert channel._patience() == 0.0
+
+
 def test_events_before_the_start_are_kept() -> None:
     right = SocketChannel(HOST, PORT, KEY)
     with contextlib.closing(right), channels(1) as (left,):
@@ -315,6 +340,56 @@ def test_events_before_the_start_are_kept() -> None:
         left.send(peer, Done("early"))
         assert isinstance(take(start(right))[0], Connected)
         assert isinstance(take(right)[0], Received)
+
+
+def wait_for_events(channel: SocketChannel, count: int) -> None:
+    deadline = SystemClock().now() + SECONDS
+    while len(channel._events) < count:
+        assert SystemClock().now() < deadline, "the events have not arrived"
+        threading.Event().wait(0.01)
+
+
+def test_a_start_passes_events_on_though_nothing_else_happens() -> None:
+    right = SocketChannel(HOST, PORT, KEY)
+    with contextlib.closing(right), channels(1) as (left,):
+        left.dial(right.address)
+        wait_for_events(right, 1)
+        assert isinstance(take(start(right))[0], Connected)
+
+
+def test_events_before_the_start_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_MAX_EARLY_EVENTS", 1)
+    right = SocketChannel(HOST, PORT, KEY)
+    with contextlib.closing(right), channels(1) as (left,):
+        peer = left.dial(right.address)
+        take(left)
+        left.send(peer, Done("1"))
+        wait_for_events(right, 2)
+        left.send(peer, Done("2"))
+        (event,) = take(left)
+        assert isinstance(event, Lost)
+
+
+def test_a_peer_that_reads_nothing_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_MAX_UNSENT_BYTES", 1 << 20)
+    with channels(1) as (right,), member(right):
+        (here,) = right._connections
+        for _ in range(2):
+            right.send(here, Abort("x" * (MAX_MESSAGE_BYTES - 100)))
+        assert take(right) == [Lost(here, "the peer does not read what is sent")]
+
+
+def test_a_message_that_arrives_with_the_end_of_the_handshake_is_not_lost() -> None:
+    with channels(1) as (left,), socket.create_server((HOST, 0)) as server:
+        peer = left.dial(server.getsockname())
+        accepted, _ = server.accept()
+        with accepted:
+            authentication, answer = Authentication(KEY, False, PURPOSE), b""
+            accepted.sendall(authentication.greeting())
+            while not authentication.is_done:
+                answer = authentication.receive(accepted.recv(4096))
+            accepted.sendall(answer + authentication.sealer().seal(CODEC.encode(Done("first"))))
+            assert take(left, 2) == [Connected(peer, is_outgoing=True), Received(peer, Done("first"))]
 
 
 def test_a_message_that_the_handler_cannot_process_costs_its_connection() -> None:
@@ -402,6 +477,14 @@ def test_proxies_query_the_engine_by_http() -> None:
             assert get(address, "/other")[0] == 404
     finally:
         channel.close()
+
+
+def test_an_endless_query_is_cut() -> None:
+    with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as client:
+        client.sendall(b"GET /query?" + b"x" * 9000)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        assert not right._connections
 
 
 def test_a_channel_without_ports_only_dials() -> None:

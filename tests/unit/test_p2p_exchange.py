@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replace_dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.kv_transfer.connector import FREED, FinishAction, FinishResult, LoadEnded, Released
+from penstock.kv_transfer.connector import FREED, NO_MATCH, FinishAction, FinishResult, LoadEnded, Released
 from penstock.kv_transfer.p2p.channel import (
     Channel,
     ChannelEvent,
@@ -26,28 +27,36 @@ from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
+    Abort,
     Bye,
     DigestJob,
+    Done,
+    DoneAck,
     Fetch,
+    Grant,
     Hello,
     Message,
     P2PHandshake,
+    P2PMetadata,
     P2PSetup,
+    PeerShards,
     ReadJob,
     Reason,
     Refuse,
     Shard,
+    ShardDigests,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
+from penstock.kv_transfer.p2p.producer import Offer, Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
-from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, PeerKey
+from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, Close, PeerKey, Send, Sessions, engine_key
 from penstock.kv_transfer.p2p.socket_channel import SocketChannel
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_layout import KVLayout
-from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
 from penstock.messages.outputs import FinishReason
 from penstock.utils.clock import Clock, ManualClock, SystemClock
+from penstock.utils.errors import PeerError, RequestError
 from tests.unit.kv_memory_fakes import make_layout, model
 from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES
 
@@ -64,6 +73,10 @@ class ScriptedChannel:
     def __init__(self) -> None:
         self.address: Address = ("127.0.0.1", 1)
         self.sent: list[Message] = []
+        self.ended: list[tuple[PeerKey, int]] = []
+        """The connections that were hung up, and how many messages had been sent by then."""
+        self.wake_time: float | None = None
+        self.failure: Exception | None = None
 
     def answer_queries(self, answer: Mapping[str, Any]) -> None: ...
     def dial(self, address: Address) -> PeerKey:
@@ -72,10 +85,17 @@ class ScriptedChannel:
     def send(self, peer: PeerKey, message: Message) -> None:
         self.sent.append(message)
 
-    def hang_up(self, peer: PeerKey) -> None: ...
-    def wake_at(self, when: float | None) -> None: ...
+    def hang_up(self, peer: PeerKey) -> None:
+        self.ended.append((peer, len(self.sent)))
+
+    def wake_at(self, when: float | None) -> None:
+        self.wake_time = when
+
     def start(self, handler: ChannelHandler) -> None: ...
-    def check(self) -> None: ...
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
     def close(self) -> None: ...
 
 
@@ -98,8 +118,8 @@ class Engine(Core):
     """One without a network."""
 
     def __init__(self) -> None:
-        self.channel = ScriptedChannel()
-        super().__init__("d", self.channel, ManualClock())
+        self.channel, self.clock = ScriptedChannel(), ManualClock()
+        super().__init__("d", self.channel, self.clock)
 
     def hear(self, *events: ChannelEvent) -> list[str]:
         """Returns why loads have ended."""
@@ -273,3 +293,490 @@ def test_requests_beyond_the_share_of_the_pool_get_no_ticket_and_free_their_bloc
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.request_finished(request, ((9, 10),) * 2, FinishReason.LENGTH) == FREED
     engine.scheduler.check_integrity()
+
+
+class WatchedLock:
+    """A lock that knows whether it is held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self._lock.release()
+
+
+class Guarded:
+    """Stands for a part that both threads use. Whether there are jobs may be read at any time."""
+
+    def __init__(self, part: object, lock: WatchedLock) -> None:
+        self._part, self._lock = part, lock
+
+    def __getattr__(self, name: str) -> Any:
+        assert self._lock.depth or name == "is_idle", f"{name} is used without the lock"
+        return getattr(self._part, name)
+
+
+def test_every_call_uses_what_both_threads_share_under_the_lock() -> None:
+    engine = Engine()
+    exchange, lock = engine.exchange, WatchedLock()
+    exchange._lock = lock  # type: ignore[assignment]
+    for part in ("_producer", "_consumer", "_sessions", "_jobs", "_traffic"):
+        setattr(exchange, part, Guarded(getattr(exchange, part), lock))
+    source, tables = RemotePrefill(ADDRESS, "p", rendezvous="x"), ((1, 2), (1, 2))
+    load = Load(source, PROMPT, tables, 0, 4, 0.0)
+    exchange.begin_load("load", load)
+    exchange.abandon_load("load")
+    exchange.refuse_load("refused", load, "no")
+    exchange.dismiss("none", source, PROMPT)
+    for name in ("held", "withdrawn"):
+        exchange.expect(name, name)
+        exchange.restart(name)
+        exchange.on_computed(name, tables, 0, 4)
+    assert exchange.offer(Offer(hold_id="held", prompt_digest=PROMPT, num_tokens=5, block_ids=tables))
+    exchange.withdraw("withdrawn")
+    for event in (Connected(PEER, is_outgoing=True), Received(PEER, hello()), Lost(PEER, "gone")):
+        exchange.on_event(event)
+    exchange.on_time()
+    exchange.take_metadata(computes=False)
+    exchange.apply(NO_OUTPUT)
+    exchange.counters()
+    exchange.check_integrity()
+    exchange.wait(0.0)
+    assert exchange.has_pending_work
+    exchange.shutdown()
+
+
+OTHER_LAYOUT = make_layout(model(2), 8)
+UNFIT_LAYOUT = make_layout(model(2, dim=4), 4)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, UNFIT_LAYOUT], ids=["accepted", "refused"])
+def test_an_idle_engine_forgets_engines_that_have_left(layout: KVLayout) -> None:
+    engine = Engine()
+    jobs = engine.exchange._jobs
+    for number in range(3):
+        name = f"peer {number}"
+        engine.exchange.on_event(Connected(name, is_outgoing=False))
+        engine.exchange.on_event(Received(name, hello(layout, engine_id=f"d{number}")))
+        engine.exchange.on_event(Lost(name, "gone"))
+    assert (jobs._known, list(jobs._readings)) == ({}, [""])
+    assert [engine_id for engine_id, _ in jobs._topology._stages] == ["this engine"]
+
+
+def test_an_engine_does_not_replace_another_one_of_the_same_name() -> None:
+    engine = Engine()
+    for name, layout in (("first", LAYOUT), ("second", OTHER_LAYOUT)):
+        engine.exchange.on_event(Connected(name, is_outgoing=False))
+        engine.exchange.on_event(Received(name, hello(layout)))
+    assert engine.exchange._jobs._known == {"p/1": hello()}
+    assert engine.exchange._sessions.has("first")
+    assert not engine.exchange._sessions.has("second")
+
+
+TABLES = ((1, 2), (1, 2))
+
+
+def prefill(engine: Engine, name: str = "a", rendezvous: str = "") -> str:
+    """Runs a request of which the first four tokens are in whole blocks. Returns its ticket."""
+    params: dict[str, object] = {"do_remote_decode": True}
+    request = Request(name, f"{name}/hold", {**params, "transfer_id": rendezvous} if rendezvous else params)
+    engine.scheduler.on_new_request(request)
+    result = engine.scheduler.request_finished(request, TABLES, FinishReason.LENGTH)
+    assert result.kv_transfer_params is not None
+    return str(result.kv_transfer_params["ticket"])
+
+
+def reader_of(ticket: str = "", rendezvous: str = "", end: int = 4) -> Fetch:
+    digest = digest_prompt((1, 2, 3, 4, 5), None)
+    return Fetch(transfer_id="load", first=0, end=end, prompt_digest=digest, ticket=ticket, rendezvous=rendezvous)
+
+
+def meet(engine: Engine, layout: KVLayout = LAYOUT, *, is_outgoing: bool = False) -> None:
+    engine.exchange.on_event(Connected(PEER, is_outgoing))
+    engine.exchange.on_event(Received(PEER, hello(layout)))
+
+
+def step(engine: Engine, *reports: TransferReport) -> P2PMetadata:
+    metadata = engine.exchange.take_metadata(computes=False)
+    engine.exchange.apply(KVConnectorOutput(reports))
+    return metadata
+
+
+def test_the_core_is_woken_by_events_and_jobs_and_by_nothing_else() -> None:
+    engine, calls = Engine(), list[str]()
+    news = engine.exchange._news
+    engine.scheduler.set_waker(lambda: calls.append("woken"))
+    ticket, other = prefill(engine, "a"), prefill(engine, "b")
+    meet(engine)
+    engine.exchange.on_time()
+    assert not calls
+    assert not engine.scheduler.has_pending_work
+    # A job for the workers.
+    engine.exchange.on_event(Received(PEER, reader_of(ticket)))
+    assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"], True, True)
+    (job,) = engine.exchange.take_metadata(computes=False).digests
+    assert not news.is_set()
+    assert engine.scheduler.has_pending_work, "the job is not done"
+    engine.exchange.apply(KVConnectorOutput((digests_of(job),)))
+    assert isinstance(engine.channel.sent[-1], Grant), "it is sent at once"
+    assert not engine.scheduler.has_pending_work
+    # An event of a peer, and one of the time.
+    calls.clear()
+    engine.exchange.on_event(Received(PEER, Abort("load")))
+    assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"], True, True)
+    engine.exchange.take_metadata(computes=False)
+    assert engine.exchange.apply(NO_OUTPUT) == [Released("a/hold")]
+    assert not engine.scheduler.has_pending_work, "events are returned once"
+    engine.clock.advance(100.0)
+    engine.exchange.on_time()
+    assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"] * 2, True, True)
+    assert engine.scheduler.update_connector_output(NO_OUTPUT) == [Released("b/hold")]
+    assert other
+
+
+def test_the_core_waits_for_peers_only_without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, waits = Engine(), list[float | None]()
+    monkeypatch.setattr(engine.exchange._news, "wait", waits.append)
+    engine.scheduler.wait(0.5)
+    meet(engine)
+    engine.exchange.on_event(Received(PEER, reader_of(prefill(engine))))
+    engine.scheduler.wait(0.7)
+    assert waits == [0.5]
+
+
+def test_a_step_has_time_if_neither_it_nor_one_before_it_computes() -> None:
+    exchange = Engine().exchange
+    found = [exchange.take_metadata(computes=computes).has_time for computes in (True, False)]
+    exchange.apply(NO_OUTPUT)
+    found.append(exchange.take_metadata(computes=False).has_time)
+    for _ in range(2):
+        exchange.apply(NO_OUTPUT)
+    found.append(exchange.take_metadata(computes=False).has_time)
+    assert found == [False, False, False, True]
+
+
+def test_the_core_ends_when_the_connections_have_ended_by_a_bug() -> None:
+    engine = Engine()
+    engine.channel.failure = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.exchange.take_metadata(computes=False)
+    with pytest.raises(RuntimeError, match="a bug"):
+        assert engine.scheduler.has_pending_work
+
+
+def test_every_deadline_is_passed_on_to_the_channel_and_has_an_effect() -> None:
+    engine = Engine()
+    engine.exchange.on_event(Connected(PEER, is_outgoing=False))
+    assert engine.channel.wake_time == 5.0
+    engine.clock.advance(5.0)
+    engine.exchange.on_time()
+    assert engine.channel.ended == [(PEER, 0)]
+    assert not engine.exchange._sessions.has(PEER)
+    assert engine.channel.wake_time is None
+    prefill(engine)
+    assert engine.channel.wake_time == 105.0
+    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, TABLES, 0, 4, 5.0)
+    engine.exchange.begin_load("load", load)
+    assert engine.channel.wake_time == 35.0
+    engine.clock.advance(30.0)
+    engine.exchange.on_time()
+    engine.exchange.take_metadata(computes=False)
+    (ended,) = engine.exchange.apply(NO_OUTPUT)
+    assert ended == LoadEnded(
+        "load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), "the KV has not arrived within 30 seconds"
+    )
+
+
+@pytest.mark.parametrize("message", [Bye("enough"), DoneAck("load", True), hello()], ids=["bye", "wrong half", "again"])
+def test_a_session_that_has_ended_is_closed_and_its_later_messages_have_no_effect(message: Message) -> None:
+    engine = Engine()
+    ticket = prefill(engine)
+    meet(engine)
+    num_sent = len(engine.channel.sent)
+    for each in (reader_of(ticket), message, Done("load"), reader_of(prefill(engine, "b"))):
+        engine.exchange.on_event(Received(PEER, each))
+    assert engine.channel.ended == [(PEER, num_sent)]
+    assert not engine.exchange._sessions.has(PEER)
+    assert len(engine.channel.sent) == num_sent
+    assert engine.exchange._events == [Released("a/hold")]
+    assert step(engine).dropped == ("1:digest-1",), "nobody waits for the digests"
+    engine.scheduler.check_integrity()
+
+
+def test_a_peer_of_another_model_is_told_before_its_connection_ends() -> None:
+    engine = Engine()
+    engine.exchange.on_event(Connected(PEER, is_outgoing=False))
+    engine.exchange.on_event(Received(PEER, hello(meaning={"weights": "other"})))
+    (refusal,) = engine.channel.sent
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.OTHER_MODEL
+    assert engine.channel.ended[0] == (PEER, 1)
+
+
+def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_by_them() -> None:
+    engine, small = Engine(), make_layout(model(2), 2)
+    meet(engine, small)
+    engine.exchange.on_event(Received(PEER, reader_of(prefill(engine))))
+    metadata = engine.exchange.take_metadata(computes=False)
+    (job,) = metadata.digests
+    assert metadata.peers == (PeerShards("p/1", (Shard((0, 0), small, b""),)),)
+    # The next prompt is digested for the same ranks, of which the workers know.
+    engine.scheduler.on_new_request(with_tokens(Request("b", "b/hold", {"do_remote_decode": True}), 11))
+    metadata = engine.scheduler.build_connector_meta(plan_of("b", 4))
+    assert ([each.peer for each in metadata.digests], metadata.peers) == (["p/1"], ())
+    engine.exchange.on_event(Lost(PEER, "gone"))
+    metadata = engine.exchange.take_metadata(computes=False)
+    assert metadata.forgotten == ("p/1",)
+    assert metadata.dropped == (job.job_id,)
+    # Nobody has this reading any more: one piece is left out, and the next prompts are digested for equal ranks.
+    engine.scheduler.build_connector_meta(plan_of("b", 4, 4))
+    assert engine.exchange._producer.expected is engine.exchange._jobs.own_reading
+    engine.scheduler.on_new_request(with_tokens(Request("c", "c/hold", {"do_remote_decode": True}), 11))
+    (job,) = engine.scheduler.build_connector_meta(plan_of("c", 4)).digests
+    assert job.peer == ""
+    engine.scheduler.check_integrity()
+
+
+def granted_load(engine: Engine, digests: tuple[ShardDigests, ...]) -> None:
+    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, TABLES, 0, 4, 0.0)
+    engine.exchange.begin_load("load", load)
+    meet(engine, is_outgoing=True)
+    grant = Grant(transfer_id="load", lease=9.0, block_ids=((7, 8), (7, 8)), digests=digests)
+    engine.exchange.on_event(Received(PEER, grant))
+
+
+DIGESTS = (ShardDigests((0, 0), (0, 0), ((b"a",), (b"b",))),)
+
+
+def test_kv_without_digests_is_not_read() -> None:
+    engine = Engine()
+    granted_load(engine, ())
+    assert engine.channel.sent[-1] == Abort("load")
+    assert engine.exchange.take_metadata(computes=False).reads == ()
+    (ended,) = engine.exchange.apply(NO_OUTPUT)
+    assert isinstance(ended, LoadEnded)
+    assert "no digests" in ended.reason
+
+
+def test_a_load_whose_request_has_ended_is_cancelled() -> None:
+    engine = Engine()
+    granted_load(engine, DIGESTS)
+    (job,) = step(engine).reads
+    assert job.remote_block_ids == ((7,), (7,)), "the blocks of the requested tokens"
+    assert job.digests == DIGESTS
+    engine.exchange.abandon_load("load")
+    assert engine.channel.sent[-1] == Abort("load")
+    assert step(engine).cancelled == (job.job_id,)
+    assert step(engine).cancelled == ()
+    engine.exchange.take_metadata(computes=False)
+    failed = TransferReport(job.job_id, (0, 0), TransferStatus.FAILED)
+    assert engine.exchange.apply(KVConnectorOutput((failed,))) == [
+        LoadEnded("load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), "the request has ended")
+    ]
+    engine.scheduler.check_integrity()
+
+
+def test_a_preempted_prompt_drops_its_digests_in_the_next_step() -> None:
+    engine = Engine()
+    engine.exchange.expect("hold", "")
+    engine.exchange.on_computed("hold", TABLES, 0, 4)
+    (job,) = step(engine).digests
+    engine.exchange.restart("hold")
+    assert engine.scheduler.has_pending_work, "the workers are to be told"
+    assert step(engine).dropped == (job.job_id,)
+    assert step(engine).dropped == ()
+    assert not engine.scheduler.has_pending_work
+
+
+def test_a_reader_of_a_request_that_ends_without_kv_is_refused_at_once() -> None:
+    engine = Engine()
+    engine.exchange.expect("hold", "x")
+    with pytest.raises(RequestError, match="already in use"):
+        engine.exchange.expect("again", "x")
+    meet(engine)
+    engine.exchange.on_event(Received(PEER, reader_of(rendezvous="x")))
+    engine.exchange.withdraw("hold")
+    refusal = engine.channel.sent[-1]
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.PREFILL_FAILED
+    engine.exchange.expect("again", "x")
+
+
+def test_an_engine_says_that_nothing_is_needed_and_that_it_shuts_down() -> None:
+    engine = Engine()
+    engine.exchange.dismiss("none", RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    meet(engine, is_outgoing=True)
+    assert isinstance(engine.channel.sent[-1], Fetch)
+    engine.exchange.dismiss("none", RemotePrefill(ADDRESS, "p", rendezvous="y"), PROMPT)
+    last = engine.channel.sent[-1]
+    assert isinstance(last, Fetch)
+    assert (last.rendezvous, last.first, last.end) == ("y", 0, 0)
+    engine.exchange.shutdown()
+    assert engine.channel.sent[-1] == Bye("the engine shuts down")
+
+
+# ---- Introductions ----
+
+
+def shards_of(*ranks: tuple[int, int], layout: KVLayout = LAYOUT) -> tuple[Shard, ...]:
+    return tuple(Shard(rank, layout, b"") for rank in ranks)
+
+
+def introduced(message: Hello, *, is_outgoing: bool = False) -> tuple[str | None, list[Send | Close]]:
+    """Returns why the peer cannot be used, and what follows."""
+    sessions = Sessions(hello(engine_id="own"), frozenset({"arithmetic"}))
+    sessions.on_connected(PEER, is_outgoing, 0.0)
+    sessions.take_actions()
+    problem = sessions.introduce(PEER, message)
+    assert (sessions.hello_of(PEER) is None) == (problem is not None)
+    assert (sessions.next_deadline is None) == (problem is None)
+    assert sessions.engines() == (set() if problem else {"p/1"})
+    assert sessions.poll(1000.0) == ([PEER] if problem else []), "an open session has no deadline"
+    return problem, sessions.take_actions()
+
+
+def test_only_the_accepting_side_answers_an_introduction() -> None:
+    own = Send(PEER, hello(engine_id="own"))
+    assert introduced(hello()) == (None, [own])
+    assert introduced(hello(), is_outgoing=True) == (None, [])
+    assert introduced(hello(meaning={**MEANING, "arithmetic": "other"})) == (None, [own])
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (replace(hello(), version=VERSION + 1), Reason.OTHER_VERSION),
+        (hello(transport="other"), Reason.OTHER_TRANSPORT),
+        (hello(meaning={}), Reason.OTHER_MODEL),
+        (hello(meaning={**MEANING, "speculator": "mtp"}), Reason.OTHER_MODEL),
+    ],
+)
+def test_a_difference_that_matters_is_answered_and_the_connection_closed(message: Hello, reason: Reason) -> None:
+    problem, (refusal, closed, late) = introduced(message)
+    assert problem
+    assert isinstance(refusal, Send)
+    assert isinstance(refusal.message, Refuse)
+    assert refusal.message.reason is reason
+    assert closed == late == Close(PEER)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello(engine_id=""),
+        hello(engine_id="x" * 129),
+        hello(engine_id="a\nb"),
+        replace(hello(), shards=()),
+        replace(hello(), shards=shards_of((0, 1))),
+        replace(hello(), shards=shards_of((0, 0), (0, 0))),
+        replace(hello(), shards=shards_of((0, 0), (1, 1))),
+        replace(hello(), shards=shards_of((-2, -2))),
+        replace(hello(), shards=shards_of((1 << 40, 1 << 40))),
+        replace(hello(), shards=shards_of(*((0, rank) for rank in range(1025)))),
+        replace(hello(), shards=(*shards_of((0, 0)), *shards_of((0, 1), layout=OTHER_LAYOUT))),
+    ],
+    ids=lambda message: f"{message.engine_id[:3]!r} {[each.shard for each in message.shards[:2]]}",
+)
+def test_a_peer_that_no_engine_can_be_is_refused(message: Hello) -> None:
+    with pytest.raises(PeerError):
+        introduced(message)
+
+
+def test_another_life_of_an_engine_is_another_engine() -> None:
+    assert engine_key(hello()) != engine_key(hello(epoch="2"))
+
+
+# ---- Requests ----
+
+
+@pytest.mark.parametrize(("role", "flag"), [("kv_consumer", "do_remote_decode"), ("kv_producer", "do_remote_prefill")])
+def test_an_engine_refuses_requests_for_the_other_role(role: str, flag: str) -> None:
+    engine = Engine()
+    engine.scheduler._settings = replace_dataclass(engine.scheduler._settings, role=role)
+    params = {flag: True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
+    with pytest.raises(RequestError, match=role):
+        engine.scheduler.on_new_request(Request("a", "a/hold", params))
+
+
+def remote_request(salt: str | None = None, **changes: Any) -> Request:
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
+    return Request("a", "a/hold", {**params, **changes}, cache_salt=salt)
+
+
+def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> None:
+    engine, request = Engine(), remote_request("salt")
+    engine.scheduler.on_new_request(request)
+    for num_prompt_tokens, num_tokens in ((5, 4), (8, 4), (9, 8)):
+        assert engine.scheduler.get_num_new_matched_tokens(with_tokens(request, num_prompt_tokens), 0).num_tokens == (
+            num_tokens
+        )
+    engine.scheduler.update_state_after_alloc(request, "load", TABLES, 0, 4)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    meet(engine, is_outgoing=True)
+    fetch = engine.channel.sent[-1]
+    assert isinstance(fetch, Fetch)
+    assert fetch.prompt_digest == digest_prompt(request.prompt_token_ids, "salt")
+    engine.scheduler.request_finished(request, (), FinishReason.ABORT)
+    assert engine.channel.sent[-1] == Abort("load")
+
+
+def test_no_more_tokens_are_requested_than_the_prompt_has() -> None:
+    serial: dict[str, Any] = {"remote_host": "127.0.0.1", "remote_port": 1, "remote_engine_id": "p", "ticket": "t"}
+    for remote, expected in ((3, 0), (5, 4), (100, 4)):
+        engine = Engine()
+        request = Request("a", "a/hold", {"do_remote_prefill": True, **serial, "remote_num_tokens": remote})
+        engine.scheduler.on_new_request(request)
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0).num_tokens == expected
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_the_other_engine_is_told_that_a_request_needs_nothing(is_computed: bool) -> None:
+    engine, request = Engine(), remote_request()
+    engine.scheduler.on_new_request(request)
+    if is_computed:
+        engine.scheduler.build_connector_meta(plan_of("a", 5))
+    assert engine.scheduler.request_finished(request, TABLES, FinishReason.STOP) == FREED
+    (line,) = engine.exchange._consumer._lines.values()
+    assert [(each.first, each.end) for each in line.waiting] == [(0, 0)]
+
+
+@pytest.mark.parametrize(("reason", "tables"), [(FinishReason.ABORT, TABLES), (FinishReason.STOP, ())])
+def test_kv_of_a_request_without_a_whole_prompt_is_not_held(reason: FinishReason, tables: Any) -> None:
+    engine = Engine()
+    request = Request("a", "a/hold", {"do_remote_decode": True})
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.request_finished(request, tables, reason) == FREED
+    engine.scheduler.on_new_request(request)
+    engine.scheduler.check_integrity()
+
+
+def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemption() -> None:
+    engine = Engine()
+    engine.scheduler.on_new_request(with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 12))
+    found: list[list[int]] = []
+    for num_computed in (5, 0):
+        plan = plan_of("a", 4 if num_computed == 0 else 3)
+        plan.new_requests[0].num_computed_tokens = num_computed
+        plan.num_computed_tokens = (num_computed, 9)
+        first = engine.scheduler.build_connector_meta(plan)
+        second = engine.scheduler.build_connector_meta(plan_of("a", 8, 4))
+        found.append(sorted(engine.exchange._producer._state.holds["a/hold"].digests._pieces))
+        assert second.digests[-1].block_ids[0][-1] == 3, "the blocks that were added are among them"
+        assert not second.has_time
+    assert found == [[4, 8], [0, 4]]
+    assert len(first.dropped) == 2
+
+
+def test_blocks_are_not_digested_twice() -> None:
+    core = Core("p", ScriptedChannel(), ManualClock(), has_drafts=False)
+    request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
+    core.scheduler.on_new_request(request)
+    assert len(core.scheduler.build_connector_meta(plan_of("a", 4)).digests) == 1
+    core.scheduler.on_blocks_complete(request, TABLES, 0, 2)
+    assert core.exchange.take_metadata(computes=True).digests == (), "only with drafts"

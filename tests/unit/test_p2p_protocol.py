@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, Dial, Ended, Read
 from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
+    CODEC,
     Abort,
     Done,
     DoneAck,
@@ -43,7 +44,7 @@ from penstock.kv_transfer.p2p.producer import Digest, Offer, Producer, ProducerR
 from penstock.kv_transfer.p2p.session import Send, find_differences
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
 from penstock.messages.kv_transfer import BadRange
-from penstock.utils.errors import ConfigError, PeerError, RequestError
+from penstock.utils.errors import ConfigError, PeerError, RequestError, WireError
 
 OFFICE = TicketOffice(b"key")
 PROMPT = digest_prompt((1, 2, 3), None)
@@ -643,6 +644,7 @@ def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() ->
     producer.poll(5.0)
     reasons = [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
     assert reasons == [("c", Reason.OVERLOADED), ("b", Reason.PREFILL_FAILED), ("a", Reason.UNKNOWN_REQUEST)]
+    producer.poll(6.0)
     assert producer.next_deadline is None
 
 
@@ -709,6 +711,7 @@ def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
     producer = make_producer()
     producer.expect("hold", "x")
     producer.withdraw("hold", 0.0)
+    assert producer.next_deadline == 5.0, "it is forgotten though nothing else happens"
     producer.poll(5.0)
     producer.receive(PEER, fetch(rendezvous="x"), 5.0)
     assert answers(producer) == []
@@ -719,6 +722,176 @@ def test_messages_of_the_other_half_break_the_session() -> None:
         make_producer().receive(PEER, DoneAck("load", True), 0.0)
     with pytest.raises(PeerError, match="Fetch"):
         Consumer(10.0, OFFICE).receive(PEER, fetch(), 0.0)
+
+
+@pytest.mark.parametrize("field", ["transfer_id", "ticket", "rendezvous", "prompt_digest"])
+def test_what_is_kept_of_a_waiting_reader_is_limited(field: str) -> None:
+    text: Any = b"x" * 20_000 if field == "prompt_digest" else "x" * 20_000
+    with pytest.raises(WireError, match=field):
+        CODEC.copy(fetch("load", **{field: text}) if field != "transfer_id" else fetch(text))
+    assert CODEC.copy(fetch(rendezvous="x" * 4096)) == fetch(rendezvous="x" * 4096)
+
+
+def refusals(producer: Producer) -> list[tuple[str, Reason]]:
+    return [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
+
+
+def test_kv_without_attestation_is_granted_without_digests() -> None:
+    producer = make_producer(replace(RULES, is_attested=False))
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0)), 0.0)
+    assert producer.take_actions() == [Send(PEER, Grant(transfer_id="load", lease=10.0, block_ids=((5, 6),)))]
+
+
+def test_digests_serve_only_ranges_of_whole_units_of_the_same_reading() -> None:
+    reading = Reading(4)
+    known = KnownDigests(reading)
+    ranges = [(0, 8), (4, 8), (2, 8), (0, 6)]
+    assert [known.can_serve(reading, *each) for each in ranges] == [True, True, False, False]
+    assert not known.can_serve(Reading(4), 0, 8), "another object is another reading"
+
+
+@pytest.mark.parametrize(("first", "end"), [(2, 8), (0, 6)])
+def test_a_reader_of_a_part_of_a_unit_gets_digests_of_its_own(first: int, end: int) -> None:
+    reading = Reading(4)
+    producer = Producer("p", "epoch", RULES, OFFICE, reading)
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 0, 6)
+    assert producer.take_actions() == [], "pieces end at whole units"
+    producer.on_computed("hold", ((5,),), 0, 8)
+    producer.on_digested("digest-1", shard_digests(b"a", b"b"), 0.0)
+    producer.take_actions()
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), first=first, end=end), 0.0, reading)
+    assert producer.take_actions() == [Digest("digest-2", reading, ((5, 6),), first, end)]
+
+
+def test_only_pieces_within_the_range_are_awaited() -> None:
+    known = KnownDigests(Reading(4))
+    for number, first in enumerate((0, 4, 8)):
+        known.begin(f"{number}", first, first + 4)
+    known.finish("1", shard_digests(b"b"))
+    assert known.of(4, 8) == shard_digests(b"b")
+    assert known.of(0, 8) is None
+    assert known.of(4, 12) is None
+    known.finish("2", None)
+    known.begin("3", 12, 16)
+    assert known.missing(8, 10) == [(8, 10)], "nothing beyond the range is missing"
+
+
+def test_digests_after_a_preemption_are_for_the_reading_that_is_expected_by_then() -> None:
+    producer, other = make_producer(), Reading(4)
+    producer.expect("preempted", "")
+    producer.receive(PEER, fetch(ticket=offer(producer, 0.0)), 0.0, other)
+    producer.take_actions()
+    producer.restart("preempted")
+    producer.on_computed("preempted", ((7,),), 0, 4)
+    assert producer.take_actions() == [Digest("digest-2", other, ((7,),), 0, 4)]
+
+
+def test_blocks_of_several_holds_are_counted_once_and_until_their_last_release() -> None:
+    producer = make_producer()
+    for name, blocks in (("a", (1, 2, 3)), ("b", (3, 4)), ("c", (1, 2, 3, 4))):
+        producer.expect(name, "")
+        assert producer.offer(replace(OFFER, hold_id=name, block_ids=(blocks,)), 0.0)
+    producer.expect("unfinished", "")
+    assert (producer.num_held, producer.next_deadline) == (3, 100.0)
+    producer.poll(100.0)
+    assert (producer.num_held, producer.next_deadline, producer.counts.num_expired) == (0, None, 3)
+    producer.expect("d", "")
+    assert producer.offer(replace(OFFER, hold_id="d", block_ids=((5, 6, 7, 8),)), 100.0)
+
+
+def test_one_of_several_readers_gets_the_kv_and_all_are_answered() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch("a", rendezvous="x"), 0.0)
+    producer.receive(PEER, fetch("b", rendezvous="x"), 0.0)
+    offer(producer, 1.0, "x")
+    assert refusals(producer) == [("b", Reason.UNKNOWN_REQUEST)]
+    assert producer._state.holds["hold"].reader is not None
+
+
+def test_a_request_that_ends_without_kv_stops_its_digests() -> None:
+    producer = make_producer()
+    producer.expect("hold", "x")
+    producer.on_computed("hold", ((5,),), 0, 4)
+    assert not producer.can_be_met("x")
+    producer.withdraw("hold", 0.0)
+    assert producer.take_actions() == [Digest("digest-1", READING, ((5,),), 0, 4), StopDigest("digest-1")]
+    assert producer.can_be_met("x")
+    producer.check_integrity()
+
+
+def digesting(now: float = 0.0) -> Producer:
+    producer = make_producer()
+    producer.receive(PEER, fetch(ticket=offer(producer, 0.0)), now)
+    assert producer.take_actions() == [digest_job()]
+    return producer
+
+
+def test_what_has_not_been_granted_is_neither_renewed_nor_done() -> None:
+    producer = digesting(99.0)
+    producer.receive(PEER, Renew("load"), 99.0)
+    producer.receive(PEER, Done("load"), 99.0)
+    assert answers(producer) == [DoneAck("load", False)]
+    producer.poll(1000.0)
+    assert producer.num_held == 1, "the deadline of its reader ends it"
+    producer.on_digested("digest-1", (), 1000.0)
+    (granted,) = answers(producer)
+    assert isinstance(granted, Grant)
+
+
+def test_the_time_of_a_transfer_begins_with_its_grant() -> None:
+    producer = digesting(1.0)
+    producer.on_digested("digest-1", (), 3.0)
+    producer.receive(PEER, Done("load"), 7.0)
+    assert Sent(PEER, 16, 4.0) in producer.take_actions()
+    producer.receive(PEER, Done("load"), 7.0)
+    assert answers(producer) == [DoneAck("load", False)]
+    assert producer.counts.num_completed == 1
+
+
+def test_a_lost_connection_ends_only_what_its_own_readers_wait_for() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch("a", rendezvous="x"), 0.0)
+    producer.receive("other#1", fetch("b", rendezvous="y"), 0.0)
+    producer.on_lost(PEER)
+    offer(producer, 1.0, "x")
+    assert producer.take_actions() == [], "nobody has come for it"
+    producer.poll(5.0)
+    assert refusals(producer) == [("b", Reason.UNKNOWN_REQUEST)]
+
+
+def test_a_repeated_fetch_has_no_effect() -> None:
+    producer = digesting()
+    producer.receive(PEER, fetch(ticket="nonsense"), 1.0)
+    producer.receive(PEER, fetch("parked", rendezvous="x"), 1.0)
+    producer.receive(PEER, fetch("parked", rendezvous="x"), 4.0)
+    assert answers(producer) == []
+    producer.poll(6.0)
+    assert refusals(producer) == [("parked", Reason.UNKNOWN_REQUEST)]
+
+
+def test_what_is_recorded_of_ended_requests_is_limited() -> None:
+    producer = make_producer()
+    for name in ("a", "b", "c"):
+        producer.expect(name, name)
+        producer.withdraw(name, 0.0)
+    producer.receive(PEER, fetch(rendezvous="c"), 0.0)
+    assert len(producer._state.closed) == RULES.max_parked
+    assert refusals(producer) == [], "the reader of the third waits for its deadline"
+
+
+def test_all_tokens_of_a_request_that_has_ended_may_be_read() -> None:
+    producer = make_producer()
+    producer.expect("hold", "")
+    ticket = OFFICE.issue(Ticket("p", "epoch", "hold", PROMPT, 32))
+    producer.receive(PEER, fetch("early", ticket=ticket), 0.0)
+    producer.offer(OFFER, 0.0)
+    producer.receive(PEER, fetch("long", ticket=ticket, end=33), 0.0)
+    assert refusals(producer) == [("early", Reason.UNKNOWN_REQUEST), ("long", Reason.INVALID_RANGE)]
+    producer.receive(PEER, fetch(ticket=ticket, end=32), 0.0)
+    assert producer.take_actions() == [digest_job(1, 0, 32)]
 
 
 # ---- The receiving half ----
@@ -900,3 +1073,63 @@ def test_a_producer_is_told_that_nothing_is_needed() -> None:
     assert isinstance(actions[1], Send)
     assert isinstance(actions[1].message, Fetch)
     assert actions[1].message.first == actions[1].message.end
+
+
+def test_several_loads_use_one_connection() -> None:
+    consumer = Consumer(30.0, OFFICE)
+    for name in ("a", "b"):
+        consumer.begin(name, source(), PROMPT, 0, 16, now=0.0)
+    assert consumer.take_actions() == [Dial(ADDRESS)]
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.on_open(PEER, "p")
+    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
+    sent = [each.message for each in consumer.take_actions() if isinstance(each, Send)]
+    assert [each.transfer_id for each in sent if isinstance(each, Fetch)] == ["a", "b", "load"]
+    consumer.receive(PEER, GRANT, 1.0)
+    assert consumer.take_actions() == [Read("load", PEER, GRANT, 0, 16)]
+    consumer.check_integrity()
+
+
+def test_a_rendezvous_needs_no_known_engine_id() -> None:
+    consumer = Consumer(30.0, OFFICE)
+    consumer.begin("load", source(ticket="", rendezvous="x", engine_id="earlier"), PROMPT, 0, 16, now=0.0)
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.on_open(PEER, "p")
+    assert isinstance(consumer.take_actions()[-1], Send)
+    assert consumer.num_loads == 1
+
+
+def test_answers_out_of_turn_have_no_effect() -> None:
+    refusal, confirmation = Refuse("load", Reason.OVERLOADED, "no"), DoneAck("load", True)
+    for make, messages in (
+        (asking, [confirmation]),
+        (reading, [GRANT, refusal, confirmation]),
+        (confirming, [GRANT, refusal]),
+    ):
+        consumer = make()
+        for message in messages:
+            consumer.receive(PEER, message, 1.0)
+        assert consumer.take_actions() == []
+        assert consumer.num_loads == 1
+
+
+def test_the_producer_is_told_when_a_read_has_failed() -> None:
+    aborted = Send(PEER, Abort("load"))
+    consumer = reading()
+    consumer.on_read("load", (), is_complete=False)
+    assert consumer.take_actions() == [aborted, Ended("load", reason="the KV could not be read")]
+    consumer = reading()
+    consumer.on_read_refused("load", "no digests")
+    assert consumer.take_actions() == [aborted, Ended("load", reason="no digests")]
+
+
+def test_a_cancelled_read_has_no_deadline() -> None:
+    consumer = reading()
+    consumer.fail("load", "the request has ended")
+    assert consumer.next_deadline is None
+
+
+@pytest.mark.parametrize("lease", [0.0, -1.0, 1e6, float("nan"), float("inf")])
+def test_an_impossible_lease_breaks_the_session(lease: float) -> None:
+    with pytest.raises(PeerError, match="lease"):
+        asking().receive(PEER, Grant(transfer_id="load", lease=lease, block_ids=()), 0.0)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from penstock.kv_transfer.p2p.messages import DigestJob, P2PMetadata, PeerShards, ReadJob, Shard
+from penstock.kv_transfer.p2p.messages import (
+    DigestJob,
+    P2PMetadata,
+    PeerShards,
+    ReadJob,
+    Shard,
+    ShardDigests,
+)
 from penstock.kv_transfer.p2p.worker import P2PWorker
-from penstock.messages.kv_transfer import TransferReport, TransferStatus
-from penstock.simulation.memory_transport import Fault, MemoryFabric
+from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
+from penstock.simulation.memory_transport import NO_FAULT, Fault, FaultKind, MemoryFabric
 from penstock.utils.clock import ManualClock
 from tests.unit.test_p2p_layouts import RANK, connect_now, make_memory
 
@@ -83,3 +91,114 @@ def test_a_dropped_digest_is_neither_computed_nor_reported() -> None:
     # A job may be dropped in the step that would begin it.
     worker.begin_step(P2PMetadata(digests=(job,), dropped=("digest",), has_time=True))
     assert worker.get_finished(frozenset()).reports == ()
+
+
+class Reader:
+    """A rank that reads from another one through a transport with this fault."""
+
+    def __init__(self, fault: Fault = NO_FAULT) -> None:
+        self.clock = ManualClock()
+        fabric = MemoryFabric(self.clock, lambda _operation, _size: fault)
+        sender, there = fabric.endpoint("p"), make_memory()
+        sender.register(there.region_memory())
+        self.endpoint = fabric.endpoint("d")
+        self.worker = P2PWorker(RANK, lambda _: self.endpoint, connect_now, clock=self.clock)
+        self.worker.register_kv_caches(make_memory())
+        self.peers = (PeerShards("p/1", (Shard(RANK, there.layout, sender.descriptor()),)),)
+
+    def step(self, metadata: P2PMetadata = P2PMetadata()) -> list[TransferReport]:  # noqa: B008
+        self.worker.begin_step(metadata)
+        self.worker.start_load_kv()
+        reports = self.worker.get_finished(frozenset()).reports
+        self.worker.end_step()
+        self.clock.advance(1.0)
+        return list(reports)
+
+
+_FAILED = TransferReport("load", RANK, TransferStatus.FAILED)
+
+
+def test_a_cancelled_read_is_reported_as_failed() -> None:
+    reader = Reader(Fault(FaultKind.DROP))
+    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,))) == []
+    assert reader.step(P2PMetadata(cancelled=("another",))) == []
+    reports = reader.step(P2PMetadata(cancelled=("load",)))
+    assert reports + reader.step() == [_FAILED]
+
+
+def test_a_read_that_is_cancelled_by_the_step_that_begins_it_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, begun = Reader(), list[object]()
+    monkeypatch.setattr(reader.endpoint, "submit", lambda *args: begun.append(args))
+    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,), cancelled=("load",))) == [_FAILED]
+    assert not begun
+
+
+@pytest.mark.parametrize(
+    ("digests", "end", "bad"),
+    [
+        (((b"wrong",),), 4, BadRange(0, 0, 4)),
+        (((b"wrong",),), 3, BadRange(0, 0, 3)),
+        (((),), 4, BadRange(0, 0, 4)),
+        ((), 4, BadRange(0, 0, 4)),
+    ],
+    ids=["wrong", "part of a block", "too few", "no group"],
+)
+def test_kv_that_does_not_have_the_given_digests_is_bad(
+    digests: tuple[tuple[bytes, ...], ...], end: int, bad: BadRange
+) -> None:
+    reader = Reader()
+    job = replace(_READ, end=end, digests=(ShardDigests(RANK, RANK, digests),))
+    reports = reader.step(P2PMetadata(peers=reader.peers, reads=(job,)))
+    assert reports + reader.step() == [TransferReport("load", RANK, TransferStatus.FAILED, (bad,))]
+    assert reader.step() == [], "it is reported once"
+
+
+def test_the_connections_with_a_forgotten_engine_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, ended = Reader(), list[object]()
+    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,))) + reader.step() != []
+    monkeypatch.setattr(reader.endpoint, "disconnect", ended.append)
+    reader.step(P2PMetadata(forgotten=("p/1", "unknown")))
+    assert set(ended) == {"p#1"}
+
+
+@pytest.mark.parametrize(
+    ("pause", "seconds", "has_time", "expected"),
+    [
+        (0.0, 0.0, False, 0.001),
+        (0.004, 0.02, False, 0.024),
+        (5.0, 0.02, False, 0.03),
+        (0.0, 0.0, True, 0.008),
+        (0.002, 0.003, True, 0.04),
+        (5.0, 5.0, True, 0.08),
+    ],
+)
+def test_a_step_digests_for_its_length_and_a_short_pause_before_it(
+    pause: float, seconds: float, has_time: bool, expected: float
+) -> None:
+    """A step without other work digests eight times as much, but does not delay a request that arrives meanwhile."""
+    clock = ManualClock()
+    endpoint = MemoryFabric(clock).endpoint("p")
+    worker = P2PWorker(RANK, lambda _: endpoint, connect_now, digest_bytes=1000.0, clock=clock)
+    clock.advance(pause)
+    worker.begin_step(P2PMetadata(has_time=has_time))
+    clock.advance(seconds)
+    assert worker._room() == pytest.approx(1000.0 * expected)
+
+
+def test_a_step_digests_at_most_a_unit_more_than_its_share() -> None:
+    """Of all jobs together, and a finished one is reported once."""
+    clock, memory = ManualClock(), make_memory(num_blocks=9)
+    endpoint = MemoryFabric(clock).endpoint("p")
+    worker = P2PWorker(RANK, lambda _: endpoint, connect_now, digest_bytes=1.0, clock=clock)
+    worker.register_kv_caches(memory)
+    jobs = tuple(DigestJob(job_id=name, peer="", block_ids=((1, 2),), first=0, end=8) for name in ("a", "b"))
+    own = (Shard(RANK, memory.layout, endpoint.descriptor()),)
+    worker.begin_step(P2PMetadata(own=own, digests=jobs))
+    counts: list[list[int]] = []
+    jobs_in_progress = list(worker._digesting)
+    for _ in range(6):
+        worker._collect(1.0)
+        counts.append([len(each.digests) for each in jobs_in_progress])
+    assert counts[:2] == [[1, 0], [2, 0]]
+    assert counts[-1] == [2, 2]
+    assert [report.transfer_id for report in worker._reports] == ["a", "b"]

@@ -174,7 +174,7 @@ class Consumer:
         load = self._loads.get(transfer_id)
         if load is None or load.state is LoadState.CANCELLING:
             return
-        if load.is_asked and load.peer:
+        if load.peer:
             self._actions.append(Send(load.peer, Abort(transfer_id)))
         self._stop(transfer_id, load, reason)
 

@@ -248,18 +248,20 @@ class Exchange:
         return not self._jobs.is_idle or bool(self._events)
 
     def counters(self) -> Mapping[str, float]:
-        counts = {"p2p_held": self._producer.num_held, **self._jobs.counters}
-        # Called in every step, so the names are precomputed.
-        for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
-            counts.update((name, getattr(of, field)) for field, name in names)
-        counts.update(self._traffic.counters)
-        return counts
+        with self._lock:
+            counts = {"p2p_held": self._producer.num_held, **self._jobs.counters}
+            # Called in every step, so the names are precomputed.
+            for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
+                counts.update((name, getattr(of, field)) for field, name in names)
+            counts.update(self._traffic.counters)
+            return counts
 
     def check_integrity(self) -> None:
-        self._producer.check_integrity()
-        self._consumer.check_integrity()
-        self._jobs.check_integrity()
-        assert len(self._loads) >= self._consumer.num_loads, (len(self._loads), self._consumer.num_loads)
+        with self._lock:
+            self._producer.check_integrity()
+            self._consumer.check_integrity()
+            self._jobs.check_integrity()
+            assert len(self._loads) >= self._consumer.num_loads, (len(self._loads), self._consumer.num_loads)
 
     # ---- Peers, on the thread of the connections ----
 
@@ -327,6 +329,7 @@ class Exchange:
 
     def _forget(self, peer: PeerKey, reason: str) -> None:
         self._sessions.on_lost(peer)
+        self._jobs.forget_unused(self._sessions.engines())
         self._producer.on_lost(peer)
         self._consumer.on_lost(peer, cut_reason(reason))
 

@@ -83,9 +83,12 @@ class WorkerJobs:
     # ---- Engines ----
 
     def register(self, peer: Hello, *, is_source: bool) -> None:
-        """Adds an engine. Raises PeerError if the KV of one engine does not fit the other."""
+        """Adds an engine. Raises PeerError if the KV of one engine does not fit the other.
+
+        What another one declares under the same name has no effect. `forget_unused` removes what a failure leaves.
+        """
         key, layouts = engine_key(peer), {each.shard: each.layout for each in peer.shards}
-        self._known[key] = peer
+        self._known.setdefault(key, peer)
         for info in engine_infos(key, peer.shards[0].layout.block_size, layouts):
             self._topology.register(info)
         if is_source:
@@ -106,6 +109,17 @@ class WorkerJobs:
         )
         block_size = next((each.layout.block_size for each in readers.values()), 1)
         return Reading(digest_unit(self.block_size, block_size), parts)
+
+    def forget_unused(self, live_engines: set[str]) -> None:
+        """Forgets engines that are no longer connected and of which the workers do not know, so that no step is needed
+        for it."""
+        self._forget(self._known.keys() - live_engines - self._told)
+
+    def _forget(self, gone: set[str]) -> None:
+        for name in gone:
+            del self._known[name]
+            self._readings.pop(name, None)
+            self._topology.forget(name)
 
     def reading_of(self, peer: Hello) -> Reading:
         return self._readings[engine_key(peer)]
@@ -190,10 +204,7 @@ class WorkerJobs:
         gone = self._known.keys() - live_engines - in_use
         forgotten = self._told & gone
         self._told -= gone
-        for name in gone:
-            del self._known[name]
-            self._readings.pop(name, None)
-            self._topology.forget(name)
+        self._forget(gone)
         own = () if self._is_own_told else tuple(self._own.values())
         self._is_own_told = True
         metadata = P2PMetadata(

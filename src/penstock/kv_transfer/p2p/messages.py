@@ -18,6 +18,7 @@ A lease is a duration from the receipt of the message that begins it, never a ti
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -29,6 +30,9 @@ from penstock.utils.wire import Codec, register_kind
 
 VERSION = 4
 MAX_MESSAGE_BYTES = 32 << 20
+
+_Text = Annotated[str, msgspec.Meta(max_length=16 << 10)]
+"""Names of requests are kept while a reader waits, so they are limited: most come from clients, in a header."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -56,12 +60,12 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     The prompt's request is identified by `ticket`, or by `rendezvous`, a name that the proxy gave to both engines.
     """
 
-    transfer_id: TransferId
+    transfer_id: _Text
     first: int
     end: int
-    prompt_digest: bytes
-    ticket: str = ""
-    rendezvous: str = ""
+    prompt_digest: Annotated[bytes, msgspec.Meta(max_length=64)]
+    ticket: _Text = ""
+    rendezvous: _Text = ""
 
 
 class ShardDigests(msgspec.Struct, frozen=True):

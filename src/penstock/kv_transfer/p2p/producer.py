@@ -243,8 +243,7 @@ class Producer:
         self.counts.num_offered += 1
         if hold.rendezvous:
             self._state.at_rendezvous[hold.rendezvous] = hold
-            closed = self._state.closed.pop(hold.rendezvous, None)
-            if closed is not None and closed.is_by_reader:
+            if self._state.closed.pop(hold.rendezvous, None) is not None:  # by its reader: see `expect`
                 self._release(hold)
             for key in self._waiting_at(hold.rendezvous):
                 self._answer(self._state.parked.pop(key).reader, now)
@@ -323,8 +322,8 @@ class Producer:
     @property
     def next_deadline(self) -> float | None:
         state = self._state
-        deadlines = [each.deadline for each in (*state.parked.values(), *state.holds.values())]
-        return min((each for each in deadlines if each != float("inf")), default=None)
+        timed = (*state.parked.values(), *state.closed.values(), *state.holds.values())
+        return min((each.deadline for each in timed if each.deadline != float("inf")), default=None)
 
     def take_actions(self) -> list[ProducerAction]:
         actions, self._actions = self._actions, []

@@ -217,8 +217,9 @@ class SocketChannel:
         times = [each.deadline for each in self._connections.values()]
         times += self._lookup_deadlines.values()
         times += self._paused.values()
-        if self._wake_time is not None and self._handler is not None:
-            times.append(self._wake_time)
+        when = self._wake_time  # the other thread may change it meanwhile
+        if when is not None and self._handler is not None:
+            times.append(when)
         if self._is_closed:
             times.append(now + 0.05)
         if self._local is not None:
