@@ -536,6 +536,8 @@ def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_b
     assert metadata.dropped == (job.job_id,)
     # Nobody has this reading any more: one piece is left out, and the next prompts are digested for equal ranks.
     engine.scheduler.build_connector_meta(plan_of("b", 4, 4))
+    known = engine.exchange._producer._state.holds["b/hold"].digests
+    assert (len(known.jobs), known.missing(0, 8)) == (1, [(4, 8)]), "the piece is not awaited"
     assert engine.exchange._producer.expected is engine.exchange._jobs.own_reading
     engine.scheduler.on_new_request(with_tokens(Request("c", "c/hold", {"do_remote_decode": True}), 11))
     (job,) = engine.scheduler.build_connector_meta(plan_of("c", 4)).digests
@@ -780,3 +782,15 @@ def test_blocks_are_not_digested_twice() -> None:
     assert len(core.scheduler.build_connector_meta(plan_of("a", 4)).digests) == 1
     core.scheduler.on_blocks_complete(request, TABLES, 0, 2)
     assert core.exchange.take_metadata(computes=True).digests == (), "only with drafts"
+
+
+def test_a_load_from_an_engine_that_shuts_down_ends_for_its_reason() -> None:
+    engine = Engine()
+    granted_load(engine, DIGESTS)
+    step(engine)
+    engine.exchange.on_event(Received(PEER, Bye("the engine shuts down")))
+    (job,) = engine.exchange._jobs._reads
+    engine.exchange.take_metadata(computes=False)
+    (ended,) = engine.exchange.apply(KVConnectorOutput((TransferReport(job, (0, 0), TransferStatus.FAILED),)))
+    assert isinstance(ended, LoadEnded)
+    assert ended.reason == "the engine shuts down"
