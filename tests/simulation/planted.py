@@ -152,7 +152,7 @@ BUGS = (
     ),
     bug(
         "a preempted request's blocks are free while steps are in flight",
-        "sliding_windows",
+        "loads_behind_steps",
         "core.scheduler:Scheduler._rewind",
         "self._kv.release(request, self._step)",
         "self._kv.release(request, 0)",
@@ -166,7 +166,7 @@ BUGS = (
     ),
     bug(
         "a fence ends one step early",
-        "sliding_windows",
+        "abort_storm",
         "core.scheduler:Scheduler.update_from_output",
         "self._kv.pool.on_step_processed(plan.step)",
         "self._kv.pool.on_step_processed(plan.step + 1)",

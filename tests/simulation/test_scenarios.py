@@ -49,6 +49,7 @@ HAPPENS = {
     "other_split": {"loaded_tokens", "accepted_drafts"},
     "stages_refused": {"refused", "loaded_tokens"},
     "sliding_windows": {"loaded_tokens", "failed_loads"},
+    "loads_behind_steps": {"preemptions", "loaded_tokens", "failed_loads"},
     "offload_hungry": {"preemptions", "loaded_tokens"},
     "layerwise_loads": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "several_connectors": {"loaded_tokens", "tiers.num_promoted", "tiers.num_loads"},

@@ -249,6 +249,12 @@ def _windows(rng: random.Random) -> Setup:
     return faulty(setup, die=0.1)
 
 
+@_scenario("loads_behind_steps", "F12, F14: KV is loaded into blocks that steps in flight wrote for preempted requests")
+def _behind(rng: random.Random) -> Setup:
+    setup = replace(_windows(rng), sync_share=0.5, depth=3, runs_ahead=True, spare_blocks=rng.choice([0, 1]))
+    return traffic(setup, num_stems=1, num_requests=20, arrival=0.5)
+
+
 @_scenario("offload", "KV is offloaded to memory and disk, and loaded again")
 def _tiers(rng: random.Random) -> Setup:
     """An engine with a memory tier and a disk shared by its ranks, and whose prefix cache is sometimes reset."""
