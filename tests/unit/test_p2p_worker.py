@@ -98,7 +98,7 @@ class Reader:
 
     def __init__(self, fault: Fault = NO_FAULT) -> None:
         self.clock = ManualClock()
-        fabric = MemoryFabric(self.clock, lambda _operation, _size: fault)
+        fabric = MemoryFabric(self.clock, lambda: fault)
         sender, there = fabric.endpoint("p"), make_memory()
         sender.register(there.region_memory())
         self.endpoint = fabric.endpoint("d")
