@@ -187,7 +187,8 @@ class P2PBacking(Backing):
 
     def has_news(self, name: str) -> bool:
         """True if loads have ended, blocks are released, or workers have jobs."""
-        return self._lives[name].exchange.has_pending_work
+        exchange = self._lives[name].exchange
+        return bool(exchange._events) or not exchange._jobs.is_idle
 
     @property
     def is_settled(self) -> bool:

@@ -88,7 +88,10 @@ class Proxies(Clients):
     def follow_ups(self, done: LiveRequest, output: EngineOutput, tick: int) -> list[LiveRequest]:
         assert isinstance(done, _Part) and done.turn is not None
         if done.is_serial_prefill:
-            assert output.kv_transfer_params is not None, f"{done.request.request_id} was answered without parameters"
+            if output.kv_transfer_params is None:
+                assert self._pairs.hold_share < 1, f"{done.request.request_id} was answered without parameters"
+                self._count("not_held")
+                return self._decodes(done.turn, {}, tick)
             return self._hand_over(done.turn, output.kv_transfer_params, tick)
         if done.is_decode and done.turn.number < self._pairs.turns:
             return self._go_on(done.turn, done.received, tick)
