@@ -307,10 +307,14 @@ def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
         assert not recorder.is_time.wait(0.05), "a time is reported once"
 
 
-def test_a_time_that_is_set_while_nothing_happens_is_noticed() -> None:
-    with channels(1) as (right,):
-        right.wake_at(SystemClock().now() + 0.02)
-        assert recorder_of(right).is_time.wait(SECONDS)
+def test_the_thread_is_woken_to_notice_another_time() -> None:
+    channel = start(SocketChannel(HOST, PORT, KEY))
+    channel.close()
+    counts: list[int] = []
+    for when in (5.0, 5.0, None):
+        channel.wake_at(when)
+        counts.append(len(channel._commands))
+    assert counts == [1, 1, 2]
 
 
 def test_a_time_may_be_cleared_while_the_channel_looks_at_it() -> None:
