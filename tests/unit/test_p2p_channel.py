@@ -19,6 +19,7 @@ import penstock.kv_transfer.p2p.peers as peers_module
 import penstock.kv_transfer.p2p.socket_channel as channel_module
 from penstock.kv_transfer.authentication import Authentication, Sealer
 from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
+from penstock.kv_transfer.p2p.lookups import Lookups
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.socket_channel import PURPOSE, SocketChannel
@@ -194,6 +195,28 @@ def test_an_unresponsive_name_server_delays_nothing_else(monkeypatch: pytest.Mon
         left.send(there, Done("still here"))
         assert isinstance(take(right)[0], Received)
         assert is_silent(left)
+
+
+def test_everyone_who_asks_for_a_name_is_answered_and_it_is_looked_up_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answer = list[str](), threading.Event()
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        assert answer.wait(SECONDS)
+        raise UnicodeError("label too long")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    lookups, found = Lookups(), queue.SimpleQueue[str]()
+    for _ in range(2):
+        lookups.begin(("a.example", 1), lambda _, reason: found.put(reason))
+    answer.set()
+    reasons = [found.get(timeout=SECONDS) for _ in range(2)]
+    assert reasons == ["the name a.example has no address: label too long"] * 2
+    lookups.begin(("a.example", 1), lambda _, reason: found.put(reason))
+    assert found.get(timeout=SECONDS)
+    assert asked == ["a.example"] * 2
 
 
 def test_an_engine_with_another_key_is_refused() -> None:
@@ -483,7 +506,8 @@ def test_proxies_query_the_engine_by_http() -> None:
         channel.close()
 
 
-def test_an_endless_query_is_cut() -> None:
+def test_an_endless_query_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_OPEN_SECONDS", 10 * SECONDS)
     with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as client:
         client.sendall(b"GET /query?" + b"x" * 9000)
         with contextlib.suppress(ConnectionResetError):
