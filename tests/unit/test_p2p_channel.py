@@ -19,6 +19,7 @@ import penstock.kv_transfer.p2p.peers as peers_module
 import penstock.kv_transfer.p2p.socket_channel as channel_module
 from penstock.kv_transfer.authentication import Authentication, Sealer
 from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
+from penstock.kv_transfer.p2p.lookups import Lookups
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.socket_channel import PURPOSE, SocketChannel
@@ -196,6 +197,28 @@ def test_an_unresponsive_name_server_delays_nothing_else(monkeypatch: pytest.Mon
         assert is_silent(left)
 
 
+def test_everyone_who_asks_for_a_name_is_answered_and_it_is_looked_up_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answer = list[str](), threading.Event()
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        assert answer.wait(SECONDS)
+        raise UnicodeError("label too long")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    lookups, found = Lookups(), queue.SimpleQueue[str]()
+    for _ in range(2):
+        lookups.begin(("a.example", 1), lambda _, reason: found.put(reason))
+    answer.set()
+    reasons = [found.get(timeout=SECONDS) for _ in range(2)]
+    assert reasons == ["the name a.example has no address: label too long"] * 2
+    lookups.begin(("a.example", 1), lambda _, reason: found.put(reason))
+    assert found.get(timeout=SECONDS)
+    assert asked == ["a.example"] * 2
+
+
 def test_an_engine_with_another_key_is_refused() -> None:
     with channels(1) as (left,), channels(1, b"another key of sufficient length") as (right,):
         peer = left.dial(right.address)
@@ -307,10 +330,14 @@ def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
         assert not recorder.is_time.wait(0.05), "a time is reported once"
 
 
-def test_a_time_that_is_set_while_nothing_happens_is_noticed() -> None:
-    with channels(1) as (right,):
-        right.wake_at(SystemClock().now() + 0.02)
-        assert recorder_of(right).is_time.wait(SECONDS)
+def test_the_thread_is_woken_to_notice_another_time() -> None:
+    channel = start(SocketChannel(HOST, PORT, KEY))
+    channel.close()
+    counts: list[int] = []
+    for when in (5.0, 5.0, None):
+        channel.wake_at(when)
+        counts.append(len(channel._commands))
+    assert counts == [1, 1, 2]
 
 
 def test_a_time_may_be_cleared_while_the_channel_looks_at_it() -> None:
@@ -479,7 +506,8 @@ def test_proxies_query_the_engine_by_http() -> None:
         channel.close()
 
 
-def test_an_endless_query_is_cut() -> None:
+def test_an_endless_query_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_OPEN_SECONDS", 10 * SECONDS)
     with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as client:
         client.sendall(b"GET /query?" + b"x" * 9000)
         with contextlib.suppress(ConnectionResetError):

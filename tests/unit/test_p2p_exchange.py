@@ -743,6 +743,7 @@ def test_the_other_engine_is_told_that_a_request_needs_nothing(is_computed: bool
     engine.scheduler.on_new_request(request)
     if is_computed:
         engine.scheduler.build_connector_meta(plan_of("a", 5))
+        assert engine.exchange._consumer.counts.num_not_needed == 1, "it is told when the request begins to compute"
     assert engine.scheduler.request_finished(request, TABLES, FinishReason.STOP) == FREED
     (line,) = engine.exchange._consumer._lines.values()
     assert [(each.first, each.end) for each in line.waiting] == [(0, 0)]
@@ -754,6 +755,7 @@ def test_kv_of_a_request_without_a_whole_prompt_is_not_held(reason: FinishReason
     request = Request("a", "a/hold", {"do_remote_decode": True})
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.request_finished(request, tables, reason) == FREED
+    assert not engine.scheduler._prefills
     engine.scheduler.on_new_request(request)
     engine.scheduler.check_integrity()
 
@@ -770,7 +772,6 @@ def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemp
         second = engine.scheduler.build_connector_meta(plan_of("a", 8, 4))
         found.append(sorted(engine.exchange._producer._state.holds["a/hold"].digests._pieces))
         assert second.digests[-1].block_ids[0][-1] == 3, "the blocks that were added are among them"
-        assert not second.has_time
     assert found == [[4, 8], [0, 4]]
     assert len(first.dropped) == 2
 
@@ -779,7 +780,8 @@ def test_blocks_are_not_digested_twice() -> None:
     core = Core("p", ScriptedChannel(), ManualClock(), has_drafts=False)
     request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
     core.scheduler.on_new_request(request)
-    assert len(core.scheduler.build_connector_meta(plan_of("a", 4)).digests) == 1
+    metadata = core.scheduler.build_connector_meta(plan_of("a", 4))
+    assert (len(metadata.digests), metadata.has_time) == (1, False)
     core.scheduler.on_blocks_complete(request, TABLES, 0, 2)
     assert core.exchange.take_metadata(computes=True).digests == (), "only with drafts"
 

@@ -89,6 +89,7 @@ def test_the_digest_of_a_prompt_depends_on_tokens_and_salt() -> None:
     prompts: list[tuple[Sequence[int], str | None]] = [((1, 2), None), ((1, 2, 3), None), ((1, 2), "a"), ((2, 1), None)]
     assert len({digest_prompt(*each) for each in prompts}) == len(prompts)
     assert digest_prompt([1, 2], None) == digest_prompt((1, 2), "")
+    assert digest_prompt((97,), None) != digest_prompt((), "a" + 7 * "\0"), "a salt is not taken for tokens"
 
 
 # ---- Request parameters ----

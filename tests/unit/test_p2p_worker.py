@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
+
 import pytest
 from msgspec.structs import replace
 
+from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.messages import (
     DigestJob,
     P2PMetadata,
@@ -14,6 +18,7 @@ from penstock.kv_transfer.p2p.messages import (
     ShardDigests,
 )
 from penstock.kv_transfer.p2p.worker import P2PWorker
+from penstock.kv_transfer.transports.base import PeerId
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
 from penstock.simulation.memory_transport import NO_FAULT, Fault, FaultKind, MemoryFabric
 from penstock.utils.clock import ManualClock
@@ -91,18 +96,19 @@ def test_a_dropped_digest_is_neither_computed_nor_reported() -> None:
     # A job may be dropped in the step that would begin it.
     worker.begin_step(P2PMetadata(digests=(job,), dropped=("digest",), has_time=True))
     assert worker.get_finished(frozenset()).reports == ()
+    assert not worker._digesting
 
 
 class Reader:
     """A rank that reads from another one through a transport with this fault."""
 
-    def __init__(self, fault: Fault = NO_FAULT) -> None:
+    def __init__(self, fault: Fault = NO_FAULT, background: Background = connect_now) -> None:
         self.clock = ManualClock()
         fabric = MemoryFabric(self.clock, lambda: fault)
         sender, there = fabric.endpoint("p"), make_memory()
         sender.register(there.region_memory())
         self.endpoint = fabric.endpoint("d")
-        self.worker = P2PWorker(RANK, lambda _: self.endpoint, connect_now, clock=self.clock)
+        self.worker = P2PWorker(RANK, lambda _: self.endpoint, background, clock=self.clock)
         self.worker.register_kv_caches(make_memory())
         self.peers = (PeerShards("p/1", (Shard(RANK, there.layout, sender.descriptor()),)),)
 
@@ -202,3 +208,17 @@ def test_a_step_digests_at_most_a_unit_more_than_its_share() -> None:
     assert counts[:2] == [[1, 0], [2, 0]]
     assert counts[-1] == [2, 2]
     assert [report.transfer_id for report in worker._reports] == ["a", "b"]
+
+
+def test_a_read_is_not_reported_while_its_connection_is_being_made() -> None:
+    waiting: list[tuple[Callable[[], PeerId], Future[PeerId]]] = []
+
+    def later(connect: Callable[[], PeerId]) -> Future[PeerId]:
+        waiting.append((connect, Future()))
+        return waiting[-1][1]
+
+    reader = Reader(background=later)
+    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,))) + reader.step() == []
+    ((connect, future),) = waiting
+    future.set_result(connect())
+    assert reader.step() + reader.step() == [TransferReport("load", RANK, TransferStatus.DONE)]
