@@ -566,6 +566,19 @@ def test_a_reader_with_other_ranks_gets_its_own_digests_and_they_are_expected_ne
     assert producer.take_actions() == [Release("hold"), Digest("digest-3", other, ((7,),), 0, 4)][1:]
 
 
+def test_a_reader_whose_digests_do_not_fit_into_a_message_is_refused() -> None:
+    producer = make_producer()
+    ranks = tuple(((0, tp), ()) for tp in range(1024))
+    producer.expect("hold", "")
+    ticket = producer.offer(replace(OFFER, num_tokens=2000), 0.0)
+    producer.receive(PEER, fetch(ticket=ticket, end=2000), 0.0, Reading(1, (((0, 0), ranks),)))
+    (refusal,) = answers(producer)
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.OVERLOADED
+    producer.receive(PEER, fetch("small", ticket=ticket, end=16), 0.0, Reading(1, (((0, 0), ranks),)))
+    assert isinstance(producer.take_actions()[0], Digest)
+
+
 def test_digests_are_made_again_for_the_blocks_after_a_preemption() -> None:
     producer = make_producer()
     producer.expect("hold", "")

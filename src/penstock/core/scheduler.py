@@ -128,23 +128,16 @@ class Scheduler:
         return self.has_unfinished_requests or self.has_rows_to_free or self.has_transfers
 
     def seconds_until_due(self, now: float) -> float | None:
-        """Returns how long all requests only wait for KV that other engines send, unless a transfer ends earlier.
-
-        Returns 0 if a step may do something at once, and None if there is nothing to do until a call.
-        """
-        if self.has_transfers:
-            return 0.0
-        if not self._requests:
+        """Returns how long all requests only wait for KV of other engines, unless a transfer ends earlier: 0 if a step
+        may do something at once, None if there is nothing to do until a call."""
+        if not self._requests and not self.has_transfers:
             return None
-        if self._remote.num_waiting < len(self._requests) or not self._connector_abilities.takes_waker:
-            return 0.0
-        return max(0.0, self._remote.earliest_deadline - now)
+        is_waiting = self._remote.num_waiting == len(self._requests) and self._connector_abilities.takes_waker
+        return max(0.0, self._remote.earliest_deadline - now) if is_waiting and not self.has_transfers else 0.0
 
     def wait(self, grammar_seconds: float, transfer_seconds: float) -> None:
-        """Waits until a grammar is compiled or KV is loaded, so that the next step can compute something.
-
-        Does not wait for KV if the last step's result has ended a load or released blocks.
-        """
+        """Waits until a grammar is compiled or KV is loaded, so that the next step can compute something; not for KV
+        if the last step's result has ended a load or released blocks."""
         self._grammars.wait(grammar_seconds)
         if not self._remote.has_news:
             self._connector_abilities.wait(transfer_seconds)
@@ -440,17 +433,22 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recomputes and compares the state of the queues, the requests and the blocks."""
-        running, waiting = set(self._running), set(self._waiting)
-        assert not running & waiting, "a request is in two queues"
-        assert running | waiting == set(self._requests.values()), "a request is in no queue"
-        for request in self._requests.values():
-            assert (request in running) == (request.status is RequestStatus.RUNNING), request.request_id
-            assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens, request.request_id
-            limit = request.num_tokens + request.num_output_placeholders
-            assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
+        _check_queues(self._requests, self._running, self._waiting)
         self._running.check_integrity()
         self._kv.check_integrity()
         self._remote.check_integrity()
         assert not self._failed or self._last_admissions, "no step will report the requests that have failed"
         if not self._requests and not self._last_admissions and self._remote.is_idle:
             assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"
+
+
+def _check_queues(requests: Mapping[str, Request], runs: Iterable[Request], waits: Iterable[Request]) -> None:
+    """Checks that every request is in one queue, and that its counts agree."""
+    running, waiting = set(runs), set(waits)
+    assert not running & waiting, "a request is in two queues"
+    assert running | waiting == set(requests.values()), "a request is in no queue"
+    for request in requests.values():
+        assert (request in running) == (request.status is RequestStatus.RUNNING), request.request_id
+        assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens, request.request_id
+        limit = request.num_tokens + request.num_output_placeholders
+        assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)

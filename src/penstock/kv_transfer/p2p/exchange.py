@@ -290,7 +290,11 @@ class Exchange:
         self._wake_core()
 
     def _wake_core(self) -> None:
-        if not self._jobs.is_idle or self._events:
+        try:
+            needs_step = self.has_pending_work
+        except RuntimeError:
+            needs_step = True  # the core is to notice that the channel has ended
+        if needs_step:
             self._news.set()
             self._waker()
 

@@ -24,6 +24,10 @@ class Reading:
     unit: int
     parts: tuple[tuple[ShardId, tuple[tuple[ShardId, tuple[LayerSlice, ...]], ...]], ...] = ()
 
+    def num_digests(self, num_tokens: int, num_groups: int) -> int:
+        """Returns how many digests a grant of consecutive tokens has at most."""
+        return (num_tokens // self.unit + 2) * num_groups * sum(len(readers) for _, readers in self.parts)
+
 
 @dataclass(slots=True)
 class _Piece:

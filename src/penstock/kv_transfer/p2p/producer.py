@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
+    MAX_MESSAGE_BYTES,
     Abort,
     Done,
     DoneAck,
@@ -41,9 +42,8 @@ from penstock.utils.errors import PeerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerRules:
-    """All times are in seconds. `hold_seconds`: how long blocks are held for a reader that has not come;
-    `park_seconds`: how long a reader waits for a request that has not ended. At most `max_held_blocks` are held at a
-    time. Without `is_attested` blocks are not digested."""
+    """In seconds: `hold_seconds` for which blocks are held for a reader that has not come; `park_seconds` for which a
+    reader waits for a request that has not ended. Without `is_attested` blocks are not digested."""
 
     hold_seconds: float
     lease_seconds: float
@@ -97,6 +97,7 @@ class Sent:
 
 ProducerAction = Send | Digest | StopDigest | Release | Sent
 
+_MAX_DIGESTS = MAX_MESSAGE_BYTES // 32  # each has 16 bytes, and its frame
 _ReaderKey = tuple[PeerKey, TransferId]
 
 
@@ -341,8 +342,7 @@ class Producer:
                 self._refuse(reader.key, Reason.PREFILL_FAILED, "the request has ended, and its KV is not held")
                 return
             if len(self._state.parked) >= self._rules.max_parked:
-                what = f"{self._rules.max_parked} readers already wait for requests"
-                self._refuse(reader.key, Reason.OVERLOADED, what)
+                self._refuse(reader.key, Reason.OVERLOADED, "too many readers already wait for requests")
                 return
             self._state.parked[reader.key] = _Parked(reader, now + self._rules.park_seconds)
             return
@@ -376,6 +376,8 @@ class Producer:
         elif fetch.first == fetch.end:
             self.counts.num_not_needed += 1
             self._release(hold)
+        elif reader.reading.num_digests(fetch.end - fetch.first, len(hold.offer.block_ids)) > _MAX_DIGESTS:
+            self._refuse(reader.key, Reason.OVERLOADED, "its ranks and its block size need too many digests")
         else:
             self._take(hold, hold.offer, reader, now)
 
@@ -484,7 +486,7 @@ class Producer:
         jobs = {job_id: hold for hold in holds for job_id in hold.digests.jobs}
         assert jobs == state.jobs, jobs.keys() ^ state.jobs.keys()
         idle = [hold.hold_id for hold in holds if hold.state is HoldState.DIGESTING and not hold.digests.jobs]
-        assert not idle, f"nothing is done for {idle}"
+        assert not idle, idle
         at_rendezvous = {hold.rendezvous: hold for hold in holds if hold.offer is not None and hold.rendezvous}
         assert at_rendezvous == state.at_rendezvous, at_rendezvous.keys() ^ state.at_rendezvous.keys()
         held = Counter(block for hold in holds if hold.offer is not None for block in _blocks_of(hold.offer))

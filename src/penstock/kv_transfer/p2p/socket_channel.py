@@ -168,7 +168,8 @@ class SocketChannel:
             logger.exception("the control connections end because of a bug")
             self._failure = error
             if self._handler is not None:
-                self._handler.on_time()  # wakes the core, which calls `check`
+                with contextlib.suppress(Exception):
+                    self._handler.on_time()  # wakes the core, which calls `check`
         for connection in list(self._connections.values()):
             self._forget(connection)
         for each in (*self._listeners, self._alarm_end):
@@ -199,10 +200,11 @@ class SocketChannel:
                 self._handler.on_event(event)
             except Exception as error:
                 logger.exception("an event of the connection to %s cannot be processed", event.peer)
-                connection = self._connections.get(event.peer)
-                if isinstance(event, Lost) or connection is None:
+                if isinstance(event, Lost):
                     raise
-                self._lose(connection, f"its message cannot be processed: {type(error).__name__}")
+                connection = self._connections.get(event.peer)
+                if connection is not None:  # else its `Lost` follows
+                    self._lose(connection, f"its message cannot be processed: {type(error).__name__}")
         when = self._wake_time
         if when is not None and when <= self._clock.now():
             self._wake_time = None
