@@ -40,7 +40,7 @@ BUDGETS = {
     "router": 1950,
     "runner": 2667,
     "server": 4249,
-    "simulation": 3784,
+    "simulation": 3785,
     "tokenizer": 338,
     "utils": 445,
     "verify": 773,

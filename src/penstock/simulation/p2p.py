@@ -35,7 +35,7 @@ _MAX_STOP_LEASES = 3.0
 
 
 class _CountingExchange(Exchange):
-    """The real one, which also notes how long the loads of a conversation's turns are."""
+    """The real one without waiting, which also notes how long the loads of a conversation's turns are."""
 
     loaded: Counter[str]
 
@@ -43,6 +43,9 @@ class _CountingExchange(Exchange):
         _, _, turn = transfer_id.partition("/")[0].partition(".")
         self.loaded[f"turn{turn[:1]}_asked_tokens"] += load.end - load.first
         super().begin_load(transfer_id, load)
+
+    def wait(self, seconds: float) -> None:
+        """Returns at once: time passes between the steps."""
 
 
 @dataclass(frozen=True, slots=True)
