@@ -24,6 +24,8 @@ from penstock.utils.errors import EngineDeadError
 # How long a step without work waits for a grammar that is being compiled, or for KV in transfer.
 _GRAMMAR_SECONDS = 0.05
 _TRANSFER_SECONDS = 0.005
+# The same if all requests wait for other engines. Several connectors are waited for one after the other.
+_IDLE_SECONDS = 0.05
 _FLUSH_SECONDS = 10.0
 
 _Processed = tuple[int, list[EngineOutput]]
@@ -120,8 +122,8 @@ class EngineCore:
     def step(self, *, waits: bool = True) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.
 
-        If all requests wait for KV of other engines, it returns when some has arrived or is overdue; without `waits`
-        at once, for a caller that sleeps for `patience` and also has other events to wait for.
+        If all requests wait for KV of other engines, it returns when some has arrived, or after a while; without
+        `waits` at once, for a caller that sleeps for `patience` and also has other events to wait for.
 
         Raises EngineDeadError, now and from then on, if a worker or the scheduler fails.
         """
@@ -179,7 +181,7 @@ class EngineCore:
         num_tokens = sum(count for count, _ in processed)
         if not num_tokens and not self._in_flight and self._scheduler.needs_step and (waits or self.patience == 0):
             # Nothing could run: leave the processor to the work that the requests wait for.
-            self._scheduler.wait(_GRAMMAR_SECONDS, self.patience or _TRANSFER_SECONDS)
+            self._scheduler.wait(_GRAMMAR_SECONDS, min(self.patience or _TRANSFER_SECONDS, _IDLE_SECONDS))
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
         return self._report(outputs, events, num_tokens)
