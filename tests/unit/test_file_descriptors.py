@@ -100,7 +100,7 @@ class Waits(threading.Event):
 def test_a_listener_pauses_between_attempts_and_logs_the_first(caplog: pytest.LogCaptureFixture) -> None:
     waits = Waits()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        with free_descriptors(0), caplog.at_level(logging.DEBUG):
+        with free_descriptors(0), caplog.at_level(logging.DEBUG, "penstock.kv_transfer.transports.listener"):
             assert list(incoming(listener, waits)) == []
         assert waits.count == 5
         assert [record.levelno for record in caplog.records] == [logging.WARNING] + [logging.DEBUG] * 4

@@ -103,14 +103,20 @@ class Core:
     """The scheduler side of an engine named `name`."""
 
     def __init__(
-        self, name: str, channel: Channel, clock: Clock, rules: ProducerRules = RULES, *, has_drafts: bool = False
+        self,
+        name: str,
+        channel: Channel,
+        clock: Clock,
+        rules: ProducerRules = RULES,
+        *,
+        digests_next_step: bool = False,
     ) -> None:
         setup = P2PSetup("memory", "127.0.0.1", b"key")
         settings = P2PSettings(engine_id=name, epoch="1", role="kv_both", meaning=MEANING, setup=setup, num_groups=2)
         producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(30.0, OFFICE)
         self.exchange = Exchange(settings, channel, producer, consumer, clock)
         resolve = lambda address: address  # noqa: E731
-        self.scheduler = P2PScheduler(settings, 4, self.exchange, resolve, clock, has_drafts=has_drafts)
+        self.scheduler = P2PScheduler(settings, 4, self.exchange, resolve, clock, digests_next_step=digests_next_step)
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): P2PHandshake(LAYOUT, b"")})
 
 
@@ -219,7 +225,7 @@ def test_blocks_are_digested_by_the_step_that_completes_them() -> None:
 
 
 def test_blocks_with_draft_kv_are_digested_when_the_drafter_has_completed_them() -> None:
-    core = Core("p", ScriptedChannel(), ManualClock(), has_drafts=True)
+    core = Core("p", ScriptedChannel(), ManualClock(), digests_next_step=True)
     request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
     core.scheduler.on_new_request(request)
     assert core.scheduler.build_connector_meta(plan_of("a", 8)).digests == ()
@@ -777,7 +783,7 @@ def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemp
 
 
 def test_blocks_are_not_digested_twice() -> None:
-    core = Core("p", ScriptedChannel(), ManualClock(), has_drafts=False)
+    core = Core("p", ScriptedChannel(), ManualClock(), digests_next_step=False)
     request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
     core.scheduler.on_new_request(request)
     metadata = core.scheduler.build_connector_meta(plan_of("a", 4))

@@ -21,6 +21,7 @@ from penstock.engine.core_messages import (
     Failed,
     GetBlockMap,
     Ready,
+    Refusal,
     Refused,
     Reply,
     ResetPrefixCache,
@@ -103,7 +104,7 @@ messages = st.one_of(
     st.builds(CheckIntegrity, count),
     st.builds(GetBlockMap, count, count),
     st.builds(Failed, text, flag),
-    st.builds(Refused, text, text, maybe_text, flag),
+    st.builds(Refused, text, text, st.sampled_from(Refusal), maybe_text),
     st.builds(Reply, count, flag | block_map, maybe_text),
 )
 

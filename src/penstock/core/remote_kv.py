@@ -12,7 +12,8 @@ abort or a deadline detaches the request and leaves the blocks in quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,7 @@ class _Load:
     is_async: bool
     deadline: float
     num_blocks: int  # in all groups
+    hashes: Sequence[bytes]  # of the blocks that a request waits for
     is_detached: bool = False
 
 
@@ -85,6 +87,7 @@ class RemoteKV:
         self._loads_of: dict[Request, dict[TransferId, _Load]] = {}
         # Asynchronous loads only: requests that wait for one, and blocks pinned by detached ones.
         self._num_waiting = 0
+        self._awaited_hashes: Counter[bytes] = Counter()
         self._num_quarantined = 0
         self._held: set[TransferId] = set()
         # The tokens of a request when it was preempted, and how many transfers had ended.
@@ -174,10 +177,7 @@ class RemoteKV:
         Sharing that load saves a transfer and its blocks. But a load may be lost, so the wait is much shorter than the
         time that a load may take, and a request that does not load itself never waits for one.
         """
-        index = hit.num_blocks
-        wanted = request.block_hashes[index]
-        loads = (load for load in self._loads.values() if load.is_async and not load.is_detached)
-        if not any(load.first <= index < load.end and load.request.block_hashes[index] == wanted for load in loads):
+        if request.block_hashes[hit.num_blocks] not in self._awaited_hashes:
             return False
         since = self._asked_since.setdefault(request.request_id, self._clock.now())
         return self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
@@ -220,11 +220,13 @@ class RemoteKV:
             is_async=match.is_async,
             deadline=self._clock.now() + self._timeout,
             num_blocks=sum(i != NULL_BLOCK for table in block_ids for i in table[hit.num_blocks : end // block_size]),
+            hashes=request.block_hashes[hit.num_blocks : end // block_size] if match.is_async else (),
         )
         self._loads[transfer_id] = load
         self._loads_of.setdefault(request, {})[transfer_id] = load
         if match.is_async:
             self._num_waiting += 1
+            self._awaited_hashes.update(load.hashes)
             request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
             self._kv.pin(transfer_id, block_ids, load.first, load.end, writes=True)
         try:
@@ -266,7 +268,7 @@ class RemoteKV:
         if load.is_detached:
             self._num_quarantined -= load.num_blocks if load.is_async else 0
             return None
-        self._num_waiting -= load.is_async
+        self._end_waiting(load)
         mine = self._loads_of[load.request]
         del mine[event.transfer_id]
         if not mine:
@@ -281,6 +283,14 @@ class RemoteKV:
             self._num_loaded_tokens += (load.end - load.first) * self._kv.block_size
         request.num_failed_loads += bool(event.bad_ranges)
         return request if event.bad_ranges else None
+
+    def _end_waiting(self, load: _Load) -> None:
+        """Called when no request waits for the load any more."""
+        self._num_waiting -= load.is_async
+        for block_hash in load.hashes:
+            self._awaited_hashes[block_hash] -= 1
+            if not self._awaited_hashes[block_hash]:
+                del self._awaited_hashes[block_hash]
 
     def finish(self, request: Request, block_ids: BlockIds, reason: FinishReason) -> Mapping[str, Any] | None:
         """Ends a request, whose blocks the connector may continue to read. Returns the parameters for the response."""
@@ -302,9 +312,8 @@ class RemoteKV:
         self._asked_since.pop(request.request_id, None)
         for load in self._loads_of.pop(request, {}).values():
             load.is_detached = True
-            if load.is_async:
-                self._num_waiting -= 1
-                self._num_quarantined += load.num_blocks
+            self._end_waiting(load)
+            self._num_quarantined += load.num_blocks if load.is_async else 0
 
     def give_up_overdue(self) -> None:
         """Detaches requests from loads that have missed their deadline; they are computed here under either policy."""
@@ -333,6 +342,8 @@ class RemoteKV:
         loads = [load for load in self._loads.values() if load.is_async]
         num_quarantined = sum(load.num_blocks for load in loads if load.is_detached)
         assert self._num_waiting == sum(not load.is_detached for load in loads), self._num_waiting
+        awaited = Counter(block_hash for load in loads if not load.is_detached for block_hash in load.hashes)
+        assert self._awaited_hashes == awaited, (len(self._awaited_hashes), len(awaited))
         assert self._num_quarantined == num_quarantined, self._num_quarantined
         attached = sum(map(len, self._loads_of.values()))
         assert attached == sum(not load.is_detached for load in self._loads.values()), attached

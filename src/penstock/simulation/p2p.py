@@ -138,7 +138,7 @@ class P2PBacking(Backing):
             exchange,
             self._peers.resolve,
             clock,
-            has_drafts=bool(site.cache.attached),
+            digests_next_step=True,  # simulated devices compute later
         )
         transports = {shard: self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}") for shard in site.ranks.shards}
         workers = {shard: self._make_worker(shard, transport) for shard, transport in transports.items()}

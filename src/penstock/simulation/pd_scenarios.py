@@ -143,8 +143,8 @@ def _stopped(rng: random.Random) -> Setup:
 
 @_scenario("pd_lease_ends_while_reading", "F5: the lease ends, P reallocates the blocks, and D still reads them")
 def _lease_ends(rng: random.Random) -> Setup:
-    setup = faulty(_mixed(rng), slow=0.9, max_delay=0.4, slow_messages=0.6, partition=0.03)
-    setup = _pairs(setup, is_attested=False, lease_seconds=rng.choice([0.03, 0.08]))
+    setup = faulty(_mixed(rng), slow=0.8, max_delay=0.4, slow_messages=0.6, partition=0.03)
+    setup = _pairs(setup, is_attested=False, lease_seconds=rng.choice([0.03, 0.08, 0.15]))
     # Each prompt may have to wait for the holds of the previous ones.
     setup = replace(setup, spare_blocks=0, request_ticks=4000, recovery_ticks=4000)
     return traffic(setup, num_requests=20, num_stems=6, arrival=0.8, abort=0.0)

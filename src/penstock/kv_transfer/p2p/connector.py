@@ -115,8 +115,15 @@ class P2PConnector:
         producer = Producer(config.engine_id, epoch, rules, office)
         consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office)
         exchange = Exchange(settings, channel, producer, consumer, clock)
-        has_drafts = bool(context.cache.attached)
-        return P2PScheduler(settings, context.cache.block_size, exchange, peers.resolve, clock, has_drafts=has_drafts)
+        # Memory that a transport can reach is that of a CPU, where a forward pass has ended when it returns.
+        return P2PScheduler(
+            settings,
+            context.cache.block_size,
+            exchange,
+            peers.resolve,
+            clock,
+            digests_next_step=bool(context.cache.attached),
+        )
 
     @staticmethod
     def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> P2PWorker:

@@ -58,8 +58,9 @@ class _Prefill:
 class P2PScheduler(NullSchedulerConnector):
     """`resolve` turns the address in a request into one that may be dialled, or raises PeerError.
 
-    Blocks are digested by the step that completes them, so that a reader does not wait for the next one; with
-    `has_drafts`, whose KV follows the target's, by the next one.
+    Blocks are digested by the step that completes them, so that a reader does not wait for the next one. With
+    `digests_next_step` they are digested by the next one: if a step's KV may be incomplete when its results are
+    collected, as that of a drafter, or of a device that computes later.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class P2PScheduler(NullSchedulerConnector):
         resolve: Callable[[Address], Address],
         clock: Clock,
         *,
-        has_drafts: bool = False,
+        digests_next_step: bool = False,
     ) -> None:
         self._settings = settings
         self._block_size = block_size
         self._exchange = exchange
         self._resolve = resolve
         self._clock = clock
-        self._has_drafts = has_drafts
+        self._digests_next_step = digests_next_step
         self._remote: dict[str, _Remote] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._num_stages = self._num_tensor_ranks = 1
@@ -200,7 +201,7 @@ class P2PScheduler(NullSchedulerConnector):
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         prefill = self._prefills.get(request.request_id)
-        if prefill is not None and self._has_drafts:
+        if prefill is not None and self._digests_next_step:
             self._digest(prefill, block_ids, end * self._block_size)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> P2PMetadata:
@@ -227,7 +228,7 @@ class P2PScheduler(NullSchedulerConnector):
                 continue
             for table, new_ids in zip(prefill.tables, plan.new_block_ids.get(request_id, ()), strict=False):
                 table.extend(new_ids)
-            if not self._has_drafts:
+            if not self._digests_next_step:
                 self._digest(prefill, prefill.tables, num_computed_tokens + num_tokens)
 
     def _digest(self, prefill: _Prefill, tables: BlockTable, end: int) -> None:
