@@ -366,8 +366,9 @@ BUGS = (
         "a tier drops a load's pins when it begins, and the digest is not checked",
         "offload_small",
         "kv_transfer.offload.scheduler:OffloadingScheduler.update_state_after_alloc",
-        "chunks = self._manager.prepare_load(keys)",
-        "chunks = self._manager.prepare_load(keys); self._manager.complete_load(keys)",
+        "chunks = self._manager.prepare_load([key for *_, key in placed])",
+        "keys = [key for *_, key in placed]\n    chunks = self._manager.prepare_load(keys)\n"
+        "    self._manager.complete_load(keys)",
         "kv_transfer.offload.scheduler:OffloadingScheduler._on_loaded",
         "self._manager.complete_load(tuple(load.index_of))",
         "pass",
@@ -427,7 +428,7 @@ BUGS = (
         "loads alternate with a request that needs their blocks",
         "offload_hungry",
         "core.remote_kv:RemoteKV.on_starved",
-        "if self._loads:",
+        "if self._loads or self._held:",
         "if False:",
     ),
     bug(

@@ -205,8 +205,11 @@ PD_BUGS = (
         "engines that are gone are kept",
         "pd_crash",
         f"{_JOBS}.take",
-        "for name in gone:",
-        "for name in forgotten:",
+        "self._forget(gone)",
+        "self._forget(forgotten)",
+        "kv_transfer.p2p.exchange:Exchange._forget",
+        "self._jobs.forget_unused(self._sessions.engines())",
+        "pass",
     ),
     bug(
         "connections to engines that are gone are kept",
@@ -228,13 +231,6 @@ PD_BUGS = (
         f"{_PRODUCER}.offer",
         "> self._rules.max_held_blocks:",
         "> 1 << 30:",
-    ),
-    bug(
-        "a digest that is not needed any more is still awaited",
-        "pd_aborts",
-        f"{_PRODUCER}._stop_digests",
-        "self._actions.append(StopDigest(job_id))",
-        "pass",
     ),
     bug(
         "digests cover the larger of two block sizes",
