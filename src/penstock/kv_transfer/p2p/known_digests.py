@@ -51,8 +51,8 @@ class KnownDigests:
         return [piece.job_id for piece in self._pieces.values() if piece.digests is None]
 
     def can_serve(self, reading: Reading, first: int, end: int) -> bool:
-        """Returns whether digests of tokens [first, end) consist of those of pieces that begin and end anywhere at a
-        whole unit."""
+        """Returns whether pieces can be joined for tokens [first, end): the reading is the same, and both ends are
+        multiples of its unit."""
         return reading is self.reading and not first % reading.unit and not end % reading.unit
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
