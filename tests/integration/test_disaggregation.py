@@ -245,7 +245,7 @@ def test_a_request_that_p_never_receives_is_computed_by_d() -> None:
         _, for_d = concurrent_params(prefill, "xfer-never")
         found = complete(decode, prompt, replace(params, kv_transfer_params=for_d))
         assert found.outputs[0].token_ids == expected
-        assert decode.stats().remote_kv.num_failed + decode.stats().remote_kv.num_timeouts == 1
+        assert decode.stats().remote_kv.num_timeouts == 1
 
 
 # ---- Faults ----

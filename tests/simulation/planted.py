@@ -263,7 +263,7 @@ BUGS = (
     bug(
         "a rewound request keeps its row",
         "failing_loads",
-        "core.scheduler:Scheduler._on_lost_kv",
+        "core.scheduler:Scheduler._on_lost_loads",
         "self._rewound_request_ids.add(request.request_id)",
         "pass",
     ),

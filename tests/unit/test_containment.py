@@ -279,14 +279,14 @@ def test_a_load_that_fails_after_it_has_begun_is_abandoned(p2p: Any, monkeypatch
         raise OSError("too many open files")
 
     monkeypatch.setattr(p2p._exchange, "begin_load", begin_and_fail)
-    monkeypatch.setattr(p2p, "_resolve", lambda address: address)
+    monkeypatch.setattr(p2p._exchange._consumer, "_resolve", lambda address: address)
     core = make_core(p2p)
     address = {"transfer_id": "x", "remote_bootstrap_addr": f"http://127.0.0.1:{free_port()}"}
     core.add_request(make_request(POISON, do_remote_prefill=True, **address))
     (failed,) = outputs_of(core)[POISON]
     assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, MESSAGE)
     check_alive(core, {})
-    assert not p2p._exchange._loads
+    assert not p2p._exchange._consumer.num_loads
 
 
 def test_the_front_end_is_told_that_the_engine_failed_on_a_request() -> None:

@@ -20,47 +20,52 @@ def report(shard: tuple[int, int], status: TransferStatus = DONE, *bad: BadRange
 
 @pytest.mark.parametrize("order", list(itertools.permutations(sorted(SHARDS))))
 def test_a_transfer_is_complete_when_every_shard_has_reported(order: tuple[tuple[int, int], ...]) -> None:
-    ledger = TransferLedger()
-    ledger.open("t", SHARDS)
+    ledger = TransferLedger[str]()
+    ledger.open("t", SHARDS, "owner")
     for shard in order[:-1]:
-        assert ledger.apply(report(shard)) == ()
-        assert ledger.apply(report(shard)) == (), "a duplicate completes nothing"
-    assert [each.shard for each in ledger.apply(report(order[-1]))] == sorted(SHARDS)
-    assert ledger.apply(report(order[0])) == (), "a late one is about an unknown transfer"
+        assert ledger.apply(report(shard)) is None
+        assert ledger.apply(report(shard)) is None, "a duplicate completes nothing"
+    assert list(ledger) == ["owner"]
+    ended = ledger.apply(report(order[-1]))
+    assert ended is not None
+    assert (ended[0], [each.shard for each in ended[1]]) == ("owner", sorted(SHARDS))
+    assert ledger.apply(report(order[0])) is None, "a late one is about an unknown transfer"
     assert (ledger.num_duplicates, ledger.num_unknown, len(ledger)) == (2, 1, 0)
     ledger.check_integrity()
 
 
 def test_as_many_reports_as_shards_are_not_enough() -> None:
-    ledger = TransferLedger()
-    ledger.open("t", SHARDS)
+    ledger = TransferLedger[str]()
+    ledger.open("t", SHARDS, "owner")
     strange = [report((0, 0)), report((0, 0), FAILED), report((9, 9)), report((0, 1), name="other")]
-    assert [ledger.apply(each) for each in strange] == [()] * 4
+    assert [ledger.apply(each) for each in strange] == [None] * 4
     assert "t" in ledger
     assert (ledger.num_duplicates, ledger.num_unknown) == (1, 2)
 
 
 @pytest.mark.parametrize("order", [(DONE, FAILED), (FAILED, DONE)])
 def test_a_shard_that_contradicts_itself_has_failed(order: tuple[TransferStatus, TransferStatus]) -> None:
-    ledger = TransferLedger()
-    ledger.open("t", SHARDS)
+    ledger = TransferLedger[str]()
+    ledger.open("t", SHARDS, "owner")
     bad = BadRange(0, 16, 32)
     for status in order:
-        assert ledger.apply(report((0, 0), status, *([bad] if status is FAILED else []))) == ()
-    assert ledger.apply(report((0, 1))) == (), "a contradiction completes nothing"
-    first, *others = ledger.apply(report((1, 0)))
+        assert ledger.apply(report((0, 0), status, *([bad] if status is FAILED else []))) is None
+    assert ledger.apply(report((0, 1))) is None, "a contradiction completes nothing"
+    ended = ledger.apply(report((1, 0)))
+    assert ended is not None
+    first, *others = ended[1]
     assert (first.status, first.bad_ranges) == (FAILED, (bad,))
     assert [each.status for each in others] == [DONE, DONE]
     assert ledger.num_duplicates == 1
 
 
 def test_a_transfer_name_is_used_once() -> None:
-    ledger = TransferLedger()
-    ledger.open("t", SHARDS)
+    ledger = TransferLedger[str]()
+    ledger.open("t", SHARDS, "owner")
     with pytest.raises(AssertionError, match="twice"):
-        ledger.open("t", SHARDS)
+        ledger.open("t", SHARDS, "owner")
     with pytest.raises(AssertionError, match="no rank"):
-        ledger.open("u", ())
+        ledger.open("u", (), "owner")
 
 
 def test_the_missing_ranges_are_the_union_over_shards() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.kv_transfer.p2p.dialler import Dialler
-from penstock.kv_transfer.p2p.messages import Shard
-from penstock.kv_transfer.p2p.moves import Move, Mover
+from penstock.kv_transfer.p2p.messages import ReadJob, Shard
+from penstock.kv_transfer.p2p.moves import Mover, Read
 from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
 from penstock.messages.kv_transfer import ShardId
@@ -141,23 +141,31 @@ class Rig:
         self.later = Later()
         self.mover = Mover(layout, self.here, self.later)
 
-    def read(self, name: str, fault: Fault = SLOW) -> Move:
+    def read(self, name: str, fault: Fault = SLOW) -> Read:
         """Has begun, if it could."""
         self.fault = fault
-        tables = tuple(zip(TABLES["consumer"], TABLES["producer"], strict=True))
-        move = Move(name, self.peer, tables, 0, BLOCK_SIZE, dict(self.slices))
+        blocks = {"block_ids": TABLES["consumer"], "remote_block_ids": TABLES["producer"]}
+        job = ReadJob(job_id=name, peer="p/1", first=0, end=BLOCK_SIZE, digests=(), **blocks)
+        read = Read(job, self.peer, dict(self.slices))
+        self.mover.add(read)
         for _ in range(10):
-            self.mover.advance(move)
+            self.advance(read)
             self.later.run()
-        return move
+        return read
+
+    def advance(self, read: Read) -> list[TransferState]:
+        """As a step does."""
+        states = self.mover.advance(read)
+        self.mover.cut_unwanted()
+        return states
 
 
-def test_the_connections_to_all_ranks_may_have_ended_since_the_last_move() -> None:
+def test_the_connections_to_all_ranks_may_have_ended_since_the_last_read() -> None:
     rig = Rig()
     for name in ("first", "second"):
-        move = rig.read(name)
+        read = rig.read(name)
         rig.clock.advance(2.0)
-        assert rig.mover.advance(move) == [TransferState.DONE] * 2
+        assert rig.advance(read) == [TransferState.DONE] * 2
         for peer in rig.here.peers:
             rig.here.disconnect(peer)
 
@@ -174,55 +182,55 @@ def test_a_connection_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatc
     assert len(attempts) == 2
 
 
-def test_a_move_that_is_given_up_ends_no_other_one() -> None:
+def test_a_read_that_is_given_up_ends_no_other_one() -> None:
     rig = Rig()
-    moves = [rig.read("first"), rig.read("second")]
-    rig.mover.give_up(moves[0])
+    reads = [rig.read("first"), rig.read("second")]
+    rig.mover.give_up(reads[0])
     late = rig.read("third")
     assert late.parts, "it begins when nothing unwanted is under way"
-    assert [rig.mover.advance(move) for move in moves] == [[TransferState.PENDING] * 2] * 2
+    assert [rig.advance(read) for read in reads] == [[TransferState.PENDING] * 2] * 2
     rig.clock.advance(2.0)
-    assert [rig.mover.advance(move) for move in moves] == [[TransferState.DONE] * 2] * 2
-    assert not moves[1].has_failed
-    rig.mover.advance(late)
+    assert [rig.advance(read) for read in reads] == [[TransferState.DONE] * 2] * 2
+    assert not reads[1].has_failed
+    rig.advance(late)
     assert not late.parts
 
 
 @pytest.mark.parametrize("is_last_given_up", [False, True])
-def test_a_move_that_is_given_up_does_not_run_on_alone(is_last_given_up: bool) -> None:
+def test_a_read_that_is_given_up_does_not_run_on_alone(is_last_given_up: bool) -> None:
     rig = Rig()
     stuck = rig.read("first", Fault(FaultKind.DROP))
     wanted = rig.read("second")
     rig.mover.give_up(stuck)
-    assert rig.mover.advance(stuck) == [TransferState.PENDING] * 2
+    assert rig.advance(stuck) == [TransferState.PENDING] * 2
     if is_last_given_up:
         rig.mover.give_up(wanted)
     else:
         rig.clock.advance(2.0)
-        rig.mover.advance(wanted)
-    assert rig.mover.advance(stuck) == [TransferState.FAILED_SETTLED] * 2
+        rig.advance(wanted)
+    assert rig.advance(stuck) == [TransferState.FAILED_SETTLED] * 2
     assert not rig.here.peers
 
 
-def test_a_move_alone_ends_when_it_is_given_up() -> None:
+def test_a_read_alone_ends_when_it_is_given_up() -> None:
     rig = Rig()
-    move = rig.read("first")
-    rig.mover.give_up(move)
-    assert rig.mover.advance(move) == [TransferState.FAILED_SETTLED] * 2
+    read = rig.read("first")
+    rig.mover.give_up(read)
+    assert rig.advance(read) == [TransferState.FAILED_SETTLED] * 2
 
 
 def test_connections_that_were_ended_here_do_not_count_as_failures() -> None:
     rig = Rig()
     rig.mover.give_up(rig.read("first", Fault(FaultKind.DROP)))
-    move = rig.read("second")
-    assert (move.parts, move.retried) == ({}, set())
+    read = rig.read("second")
+    assert (read.parts, read.retried) == ({}, set())
 
 
-def test_a_move_ends_with_the_first_of_its_transfers_that_fails() -> None:
+def test_a_read_ends_with_the_first_of_its_transfers_that_fails() -> None:
     rig = Rig()
     rig.next_faults = [Fault(FaultKind.DIE, delay=1.0), Fault(FaultKind.DROP)]
-    move = rig.read("first")
+    read = rig.read("first")
     rig.clock.advance(2.0)
-    rig.mover.advance(move)
-    assert move.has_failed
-    assert rig.mover.advance(move) == [TransferState.FAILED_SETTLED] * 2, "the other would not have ended"
+    rig.advance(read)
+    assert read.has_failed
+    assert rig.advance(read) == [TransferState.FAILED_SETTLED] * 2, "the other would not have ended"

@@ -23,8 +23,8 @@ from penstock.kv_transfer.p2p.channel import (
     Lost,
     Received,
 )
-from penstock.kv_transfer.p2p.consumer import Consumer
-from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
+from penstock.kv_transfer.p2p.consumer import CANCELLED, Consumer
+from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
     Abort,
@@ -43,6 +43,7 @@ from penstock.kv_transfer.p2p.messages import (
     ReadJob,
     Reason,
     Refuse,
+    Renew,
     Shard,
     ShardDigests,
 )
@@ -55,10 +56,11 @@ from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
 from penstock.messages.outputs import FinishReason
+from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.clock import Clock, ManualClock, SystemClock
 from penstock.utils.errors import PeerError, RequestError
 from tests.unit.kv_memory_fakes import make_layout, model
-from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES
+from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES, resolve
 
 PEER = "peer"
 LAYOUT = make_layout(model(2), 4)
@@ -113,10 +115,9 @@ class Core:
     ) -> None:
         setup = P2PSetup("memory", "127.0.0.1", b"key")
         settings = P2PSettings(engine_id=name, epoch="1", role="kv_both", meaning=MEANING, setup=setup, num_groups=2)
-        producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(30.0, OFFICE)
+        producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(OFFICE, resolve)
         self.exchange = Exchange(settings, channel, producer, consumer, clock)
-        resolve = lambda address: address  # noqa: E731
-        self.scheduler = P2PScheduler(settings, 4, self.exchange, resolve, clock, digests_next_step=digests_next_step)
+        self.scheduler = P2PScheduler(settings, 4, self.exchange, digests_next_step=digests_next_step)
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): P2PHandshake(LAYOUT, b"")})
 
 
@@ -134,6 +135,12 @@ class Engine(Core):
         self.exchange.take_metadata(computes=False)
         ended = [each for each in self.exchange.apply(KVConnectorOutput()) if isinstance(each, LoadEnded)]
         return [each.reason for each in ended]
+
+
+def begin(engine: Core, name: str = "load", tables: BlockIds = ((1, 2), (1, 2))) -> None:
+    """The scheduler's name for the load is `to NAME`."""
+    engine.exchange.want(name, RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    engine.exchange.begin_load(name, f"to {name}", tables, 0, 4)
 
 
 def hello(layout: KVLayout = LAYOUT, **changes: Any) -> Hello:
@@ -157,8 +164,7 @@ def hello(layout: KVLayout = LAYOUT, **changes: Any) -> Hello:
 )
 def test_what_a_peer_says_is_cut(events: list[ChannelEvent], caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, ((1,), (1,)), 0, 4, 0.0)
-    engine.exchange.begin_load("load", load)
+    begin(engine, "load", ((1,), (1,)))
     with caplog.at_level(logging.WARNING):
         (reason,) = engine.hear(Connected(PEER, is_outgoing=True), *events)
     said = [each.detail for each in engine.channel.sent if isinstance(each, Refuse)]
@@ -334,12 +340,10 @@ def test_every_call_uses_what_both_threads_share_under_the_lock() -> None:
     exchange._lock = lock  # type: ignore[assignment]
     for part in ("_producer", "_consumer", "_sessions", "_jobs", "_traffic"):
         setattr(exchange, part, Guarded(getattr(exchange, part), lock))
-    source, tables = RemotePrefill(ADDRESS, "p", rendezvous="x"), ((1, 2), (1, 2))
-    load = Load(source, PROMPT, tables, 0, 4, 0.0)
-    exchange.begin_load("load", load)
-    exchange.abandon_load("load")
-    exchange.refuse_load("refused", load, "no")
-    exchange.dismiss("none", source, PROMPT)
+    tables = ((1, 2), (1, 2))
+    begin(engine)
+    exchange.wanted("load")
+    exchange.cancel("load")
     for name in ("held", "withdrawn"):
         exchange.expect(name, name)
         exchange.restart(name)
@@ -487,16 +491,11 @@ def test_every_deadline_is_passed_on_to_the_channel_and_has_an_effect() -> None:
     assert engine.channel.wake_time is None
     prefill(engine)
     assert engine.channel.wake_time == 105.0
-    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, TABLES, 0, 4, 5.0)
-    engine.exchange.begin_load("load", load)
-    assert engine.channel.wake_time == 35.0
-    engine.clock.advance(30.0)
+    granted_load(engine, DIGESTS)
+    assert engine.channel.wake_time == engine.clock.now() + 3.0, "the lease of 9 seconds is renewed"
+    engine.clock.advance(3.0)
     engine.exchange.on_time()
-    engine.exchange.take_metadata(computes=False)
-    (ended,) = engine.exchange.apply(NO_OUTPUT)
-    assert ended == LoadEnded(
-        "load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), "the KV has not arrived within 30 seconds"
-    )
+    assert engine.channel.sent[-1] == Renew("load")
 
 
 @pytest.mark.parametrize("message", [Bye("enough"), DoneAck("load", True), hello()], ids=["bye", "wrong half", "again"])
@@ -552,8 +551,7 @@ def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_b
 
 
 def granted_load(engine: Engine, digests: tuple[ShardDigests, ...]) -> None:
-    load = Load(RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT, TABLES, 0, 4, 0.0)
-    engine.exchange.begin_load("load", load)
+    begin(engine)
     meet(engine, is_outgoing=True)
     grant = Grant(transfer_id="load", lease=9.0, block_ids=((7, 8), (7, 8)), digests=digests)
     engine.exchange.on_event(Received(PEER, grant))
@@ -578,14 +576,14 @@ def test_a_load_whose_request_has_ended_is_cancelled() -> None:
     (job,) = step(engine).reads
     assert job.remote_block_ids == ((7,), (7,)), "the blocks of the requested tokens"
     assert job.digests == DIGESTS
-    engine.exchange.abandon_load("load")
+    engine.exchange.cancel("load")
     assert engine.channel.sent[-1] == Abort("load")
     assert step(engine).cancelled == (job.job_id,)
     assert step(engine).cancelled == ()
     engine.exchange.take_metadata(computes=False)
     failed = TransferReport(job.job_id, (0, 0), TransferStatus.FAILED)
     assert engine.exchange.apply(KVConnectorOutput((failed,))) == [
-        LoadEnded("load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), "the request has ended")
+        LoadEnded("to load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), CANCELLED)
     ]
     engine.scheduler.check_integrity()
 
@@ -618,10 +616,12 @@ def test_a_reader_of_a_request_that_ends_without_kv_is_refused_at_once() -> None
 
 def test_an_engine_says_that_nothing_is_needed_and_that_it_shuts_down() -> None:
     engine = Engine()
-    engine.exchange.dismiss("none", RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    engine.exchange.want("none", RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    engine.exchange.cancel("none")
     meet(engine, is_outgoing=True)
     assert isinstance(engine.channel.sent[-1], Fetch)
-    engine.exchange.dismiss("none", RemotePrefill(ADDRESS, "p", rendezvous="y"), PROMPT)
+    engine.exchange.want("none", RemotePrefill(ADDRESS, "p", rendezvous="y"), PROMPT)
+    engine.exchange.cancel("none")
     last = engine.channel.sent[-1]
     assert isinstance(last, Fetch)
     assert (last.rendezvous, last.first, last.end) == ("y", 0, 0)
@@ -731,7 +731,7 @@ def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> 
     assert isinstance(fetch, Fetch)
     assert fetch.prompt_digest == digest_prompt(request.prompt_token_ids, "salt")
     engine.scheduler.request_finished(request, (), FinishReason.ABORT)
-    assert engine.channel.sent[-1] == Abort("load")
+    assert engine.channel.sent[-1] == Abort("a/hold")
 
 
 def test_no_more_tokens_are_requested_than_the_prompt_has() -> None:
@@ -751,8 +751,11 @@ def test_the_other_engine_is_told_that_a_request_needs_nothing(is_computed: bool
         engine.scheduler.build_connector_meta(plan_of("a", 5))
         assert engine.exchange._consumer.counts.num_not_needed == 1, "it is told when the request begins to compute"
     assert engine.scheduler.request_finished(request, TABLES, FinishReason.STOP) == FREED
-    (line,) = engine.exchange._consumer._lines.values()
-    assert [(each.first, each.end) for each in line.waiting] == [(0, 0)]
+    assert engine.exchange._consumer.counts.num_not_needed == 1
+    meet(engine, is_outgoing=True)
+    fetch = engine.channel.sent[-1]
+    assert isinstance(fetch, Fetch)
+    assert (fetch.first, fetch.end) == (0, 0)
 
 
 @pytest.mark.parametrize(("reason", "tables"), [(FinishReason.ABORT, TABLES), (FinishReason.STOP, ())])
@@ -797,7 +800,7 @@ def test_a_load_from_an_engine_that_shuts_down_ends_for_its_reason() -> None:
     granted_load(engine, DIGESTS)
     step(engine)
     engine.exchange.on_event(Received(PEER, Bye("the engine shuts down")))
-    (job,) = engine.exchange._jobs._reads
+    (job,) = engine.exchange._jobs._ledger._open
     engine.exchange.take_metadata(computes=False)
     (ended,) = engine.exchange.apply(KVConnectorOutput((TransferReport(job, (0, 0), TransferStatus.FAILED),)))
     assert isinstance(ended, LoadEnded)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.kv_transfer.p2p.consumer import Read
+from penstock.kv_transfer.p2p.consumer import Load
 from penstock.kv_transfer.p2p.jobs import Digested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import VERSION, Grant, Hello, PeerShards, Shard, ShardDigests
+from penstock.kv_transfer.p2p.params import RemotePrefill
 from penstock.kv_transfer.p2p.producer import Digest
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import BlockIds
@@ -31,9 +32,10 @@ def make_jobs(peer: Hello, *, is_source: bool) -> WorkerJobs:
 
 def reading(
     jobs: WorkerJobs, peer: Hello, remote: BlockIds, own: BlockIds = ((1, 2), (1, 2)), first: int = 0, end: int = 8
-) -> None:
-    grant = Grant(transfer_id="load", lease=1.0, block_ids=remote)
-    jobs.read(Read("load", "peer", grant, first, end), own, peer)
+) -> Load:
+    load = Load("load", RemotePrefill(("127.0.0.1", 1), "p"), b"", block_ids=own, first=first, end=end)
+    jobs.read(load, Grant(transfer_id="load", lease=1.0, block_ids=remote), peer)
+    return load
 
 
 def report(rank: int, status: TransferStatus = DONE, *bad: BadRange) -> TransferReport:
@@ -42,12 +44,12 @@ def report(rank: int, status: TransferStatus = DONE, *bad: BadRange) -> Transfer
 
 def test_a_read_ends_when_every_rank_has_reported() -> None:
     jobs = make_jobs(hello(), is_source=True)
-    reading(jobs, hello(), ((7, 8), (7, 8)))
+    load = reading(jobs, hello(), ((7, 8), (7, 8)))
     assert not jobs.is_idle
     assert jobs.apply(TransferReport("load", RANKS[0], DONE)) is None, "a report of another life"
     assert jobs.apply(report(0)) is None
     assert jobs.apply(report(0)) is None
-    assert jobs.apply(report(1)) == ReadEnded("load", (), True)
+    assert jobs.apply(report(1)) == ReadEnded(load, (), True)
     assert jobs.is_idle
     assert jobs.counters == {"p2p_duplicate_reports": 1, "p2p_unknown_reports": 1}
     jobs.check_integrity()
@@ -80,9 +82,9 @@ def test_blocks_that_the_other_engine_lacks_are_computed(
     block_size: int, remote: BlockIds, own: BlockIds, end: int, missing: list[BadRange]
 ) -> None:
     jobs, peer = make_jobs(hello(block_size), is_source=True), hello(block_size)
-    reading(jobs, peer, remote, own, end=end)
+    load = reading(jobs, peer, remote, own, end=end)
     jobs.apply(report(0))
-    assert jobs.apply(report(1)) == ReadEnded("load", tuple(missing), True)
+    assert jobs.apply(report(1)) == ReadEnded(load, tuple(missing), True)
 
 
 @pytest.mark.parametrize("remote", [((7, 8),), ((7, 8), (7, 8), (7, 8)), ((7, 8), (7,)), ()])

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, Dial, Ended, Read
+from penstock.kv_transfer.p2p.consumer import CANCELLED, Cancel, Consumer, Dial, Ended, Load, Read
 from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
     CODEC,
@@ -31,7 +31,7 @@ from penstock.kv_transfer.p2p.messages import (
     Renew,
     ShardDigests,
 )
-from penstock.kv_transfer.p2p.params import RemoteDecode, RemotePrefill, read_params
+from penstock.kv_transfer.p2p.params import Address, RemoteDecode, RemotePrefill, read_params
 from penstock.kv_transfer.p2p.peers import (
     REFRESH_SECONDS,
     LocalCluster,
@@ -49,6 +49,7 @@ from penstock.utils.errors import ConfigError, PeerError, RequestError, WireErro
 OFFICE = TicketOffice(b"key")
 PROMPT = digest_prompt((1, 2, 3), None)
 ADDRESS = ("127.0.0.1", 5600)
+UNKNOWN = ("10.0.0.1", 5600)
 
 
 # ---- Tickets ----
@@ -735,7 +736,7 @@ def test_messages_of_the_other_half_break_the_session() -> None:
     with pytest.raises(PeerError, match="DoneAck"):
         make_producer().receive(PEER, DoneAck("load", True), 0.0)
     with pytest.raises(PeerError, match="Fetch"):
-        Consumer(10.0, OFFICE).receive(PEER, fetch(), 0.0)
+        Consumer(OFFICE, resolve).receive(PEER, fetch(), 0.0)
 
 
 @pytest.mark.parametrize("field", ["transfer_id", "ticket", "rendezvous", "prompt_digest"])
@@ -919,9 +920,35 @@ def source(**changes: Any) -> RemotePrefill:
     return RemotePrefill(**given)
 
 
+def resolve(address: Address) -> Address:
+    if address == UNKNOWN:
+        raise PeerError("not in the list")
+    return address
+
+
+def begun(*names: str, given: RemotePrefill | None = None, consumer: Consumer | None = None) -> Consumer:
+    """Each load has the scheduler's name `to NAME`."""
+    consumer = consumer or Consumer(OFFICE, resolve)
+    for name in names:
+        consumer.want(name, given or source(), PROMPT)
+        assert consumer.wanted(name) == (given or source())
+        consumer.begin(name, f"to {name}", ((1,),), 0, 16, now=0.0)
+        assert consumer.wanted(name) is None
+    return consumer
+
+
+def ends(consumer: Consumer) -> list[tuple[str, str]]:
+    """Returns the loads that have ended, and why."""
+    actions = consumer.take_actions()
+    return [(each.load.transfer_id, each.reason) for each in actions if isinstance(each, Ended)]
+
+
+def the_load(consumer: Consumer) -> Load:
+    return consumer._loads["load"]
+
+
 def asking() -> Consumer:
-    consumer = Consumer(30.0, OFFICE)
-    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
+    consumer = begun("load")
     assert consumer.take_actions() == [Dial(ADDRESS)]
     consumer.on_dialled(ADDRESS, PEER)
     consumer.on_open(PEER, "p")
@@ -935,13 +962,13 @@ def asking() -> Consumer:
 def reading() -> Consumer:
     consumer = asking()
     consumer.receive(PEER, GRANT, 0.0)
-    assert consumer.take_actions() == [Read("load", PEER, GRANT, 0, 16)]
+    assert consumer.take_actions() == [Read(the_load(consumer), GRANT)]
     return consumer
 
 
 def confirming() -> Consumer:
     consumer = reading()
-    consumer.on_read("load", (), is_complete=True)
+    consumer.on_read(the_load(consumer), (), is_complete=True)
     assert consumer.take_actions() == [Send(PEER, Done("load"))]
     return consumer
 
@@ -949,83 +976,89 @@ def confirming() -> Consumer:
 def test_a_load_ends_when_the_producer_has_confirmed_it() -> None:
     consumer = confirming()
     consumer.receive(PEER, DoneAck("load", True), 1.0)
-    assert consumer.take_actions() == [Ended("load")]
+    assert ends(consumer) == [("to load", "")]
     assert consumer.num_loads == 0
     assert consumer.next_deadline is None
 
 
 def test_bad_ranges_are_passed_on() -> None:
     consumer, bad = reading(), (BadRange(0, 0, 16),)
-    consumer.on_read("load", bad, is_complete=True)
+    consumer.on_read(the_load(consumer), bad, is_complete=True)
     consumer.receive(PEER, DoneAck("load", True), 1.0)
-    assert consumer.take_actions()[-1] == Ended("load", bad)
+    ended = consumer.take_actions()[-1]
+    assert isinstance(ended, Ended)
+    assert (ended.load.bad_ranges, ended.reason) == (bad, "")
 
 
 @pytest.mark.parametrize("detail", ["", "the pool is full"])
 def test_a_refusal_without_detail_still_has_a_reason(detail: str) -> None:
     consumer = asking()
     consumer.receive(PEER, Refuse("load", Reason.OVERLOADED, detail), 1.0)
-    (ended,) = consumer.take_actions()
-    assert isinstance(ended, Ended)
-    assert ended.reason
+    ((_, reason),) = ends(consumer)
+    assert reason
     consumer = reading()
+    load = the_load(consumer)
     consumer.on_lost(PEER, "")
-    consumer.on_read("load", (), is_complete=False)
-    assert consumer.take_actions()[-1].reason  # type: ignore[union-attr]
+    consumer.on_read(load, (), is_complete=False)
+    ((_, reason),) = ends(consumer)
+    assert reason
 
 
 def test_kv_that_is_not_confirmed_is_not_used() -> None:
     consumer = confirming()
     consumer.receive(PEER, DoneAck("load", False), 1.0)
-    (ended,) = consumer.take_actions()
-    assert isinstance(ended, Ended)
-    assert "lease" in ended.reason
+    ((_, reason),) = ends(consumer)
+    assert "lease" in reason
 
 
 def test_a_lease_is_renewed_only_during_the_read() -> None:
     consumer = reading()
     assert consumer.next_deadline == 3.0
+    consumer.poll(2.9)
+    assert consumer.take_actions() == []
     consumer.poll(3.0)
     assert consumer.take_actions() == [Send(PEER, Renew("load"))]
     assert consumer.next_deadline == 6.0
-    consumer.on_read("load", (), is_complete=True)
-    assert consumer.next_deadline == 30.0
+    consumer.on_read(the_load(consumer), (), is_complete=True)
+    assert consumer.next_deadline is None
 
 
 @pytest.mark.parametrize("make", [asking, confirming])
 def test_a_lost_connection_ends_a_load_that_reads_nothing(make: Any) -> None:
     consumer = make()
     consumer.on_lost(PEER, "gone")
-    assert consumer.take_actions() == [Ended("load", reason="gone")]
+    assert ends(consumer) == [("to load", "gone")]
     consumer.check_integrity()
 
 
 def test_a_read_ends_only_with_the_workers_reports() -> None:
     consumer = reading()
+    load = the_load(consumer)
     consumer.on_lost(PEER, "gone")
-    assert consumer.take_actions() == [Cancel("load")]
+    assert consumer.take_actions() == [Cancel(load)]
     consumer.poll(1000.0)
+    consumer.cancel("load")
     assert consumer.take_actions() == []
     assert consumer.num_loads == 1
-    consumer.on_read("load", (), is_complete=True)
-    assert consumer.take_actions() == [Ended("load", reason="gone")]
+    consumer.on_read(load, (), is_complete=True)
+    assert consumer.take_actions() == [Ended(load, "gone")]
 
 
-def test_every_wait_has_a_deadline() -> None:
+def test_a_cancelled_load_ends_in_every_state_and_the_producer_is_told() -> None:
     for consumer in (asking(), confirming()):
-        consumer.poll(30.0)
-        actions = consumer.take_actions()
-        assert actions[0] == Send(PEER, Abort("load"))
-        assert isinstance(actions[1], Ended)
-        assert "30 seconds" in actions[1].reason
+        load = the_load(consumer)
+        consumer.cancel("load")
+        assert consumer.take_actions() == [Send(PEER, Abort("load")), Ended(load, CANCELLED)]
+        consumer.cancel("load")
+        assert consumer.take_actions() == []
     consumer = reading()
-    consumer.poll(30.0)
-    assert Cancel("load") in consumer.take_actions()
+    consumer.cancel("load")
+    assert consumer.take_actions() == [Send(PEER, Abort("load")), Cancel(the_load(consumer))]
 
 
 def test_an_answer_to_a_load_that_has_ended_has_no_effect() -> None:
     consumer = asking()
-    consumer.fail("load", "the request has ended")
+    consumer.cancel("load")
     consumer.take_actions()
     for message in (GRANT, Refuse("load", Reason.OVERLOADED, ""), DoneAck("load", True)):
         consumer.receive(PEER, message, 1.0)
@@ -1033,17 +1066,42 @@ def test_an_answer_to_a_load_that_has_ended_has_no_effect() -> None:
     assert consumer.take_actions() == []
 
 
-def test_a_load_that_ends_before_its_fetch_leaves_nothing_held() -> None:
-    consumer = Consumer(30.0, OFFICE)
-    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
-    consumer.fail("load", "the request has ended")
+def open_line(consumer: Consumer, engine_id: str = "p") -> list[Any]:
+    """Returns what is sent to the peer when it is connected."""
     consumer.take_actions()
     consumer.on_dialled(ADDRESS, PEER)
-    consumer.on_open(PEER, "p")
-    (sent,) = consumer.take_actions()
-    assert isinstance(sent, Send)
-    assert isinstance(sent.message, Fetch)
-    assert (sent.message.first, sent.message.end) == (0, 0)
+    consumer.on_open(PEER, engine_id)
+    return [each.message for each in consumer.take_actions() if isinstance(each, Send)]
+
+
+def test_a_load_that_ends_before_its_fetch_leaves_nothing_held() -> None:
+    consumer = begun("load")
+    consumer.take_actions()
+    consumer.cancel("load")
+    assert ends(consumer) == [("to load", CANCELLED)]
+    (fetch,) = open_line(consumer)
+    assert (fetch.first, fetch.end) == (0, 0)
+    consumer.check_integrity()
+    assert not consumer._loads
+
+
+def test_a_load_that_ends_before_its_fetch_is_forgotten_with_the_connection() -> None:
+    consumer = begun("load")
+    consumer.cancel("load")
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.take_actions()
+    consumer.on_lost(PEER, "nobody is there")
+    assert consumer.take_actions() == []
+    assert not consumer._loads
+
+
+def test_an_address_that_is_not_in_the_list_is_not_asked() -> None:
+    consumer = begun("load", given=source(address=UNKNOWN))
+    assert ends(consumer) == [("to load", "not in the list")]
+    consumer.want("none", source(address=UNKNOWN), PROMPT)
+    consumer.cancel("none")
+    assert consumer.take_actions() == []
+    assert not consumer._loads
 
 
 def test_an_answer_from_another_peer_has_no_effect() -> None:
@@ -1053,12 +1111,10 @@ def test_an_answer_from_another_peer_has_no_effect() -> None:
 
 
 def test_another_engine_at_the_address_gets_no_fetch() -> None:
-    consumer = Consumer(30.0, OFFICE)
-    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
-    consumer.take_actions()
+    consumer = begun("load")
     consumer.on_dialled(ADDRESS, PEER)
     consumer.on_open(PEER, "q")
-    assert consumer.take_actions() == [Ended("load", reason="the engine there is q, not p")]
+    assert ends(consumer) == [("to load", "the engine there is q, not p")]
 
 
 @pytest.mark.parametrize(
@@ -1071,45 +1127,43 @@ def test_another_engine_at_the_address_gets_no_fetch() -> None:
     ],
 )
 def test_a_ticket_that_would_be_refused_is_not_sent(changes: dict[str, Any], reason: str) -> None:
-    consumer = Consumer(30.0, OFFICE)
-    consumer.begin("load", source(**changes), PROMPT, 0, 16, now=0.0)
+    consumer = begun("load", given=source(**changes))
     (ended,) = consumer.take_actions()
     assert isinstance(ended, Ended)
     assert reason in ended.reason
 
 
-def test_a_producer_is_told_that_nothing_is_needed() -> None:
-    consumer = Consumer(30.0, OFFICE)
-    consumer.dismiss("none", source(), PROMPT)
-    consumer.on_dialled(ADDRESS, PEER)
-    consumer.on_open(PEER, "p")
-    actions = consumer.take_actions()
-    assert isinstance(actions[1], Send)
-    assert isinstance(actions[1].message, Fetch)
-    assert actions[1].message.first == actions[1].message.end
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_producer_is_told_that_nothing_is_needed(is_connected: bool) -> None:
+    consumer = Consumer(OFFICE, resolve)
+    if is_connected:
+        begun("load", consumer=consumer)
+        open_line(consumer)
+    consumer.want("none", source(), PROMPT)
+    consumer.cancel("none")
+    consumer.cancel("none")
+    sent = [each.message for each in consumer.take_actions() if isinstance(each, Send)]
+    (fetch,) = sent if is_connected else open_line(consumer)
+    assert (fetch.transfer_id, fetch.first, fetch.end) == ("none", 0, 0)
+    assert consumer.num_loads == is_connected
+    assert consumer.counts.num_not_needed == 1
 
 
 def test_several_loads_use_one_connection() -> None:
-    consumer = Consumer(30.0, OFFICE)
-    for name in ("a", "b"):
-        consumer.begin(name, source(), PROMPT, 0, 16, now=0.0)
+    consumer = begun("a", "b")
     assert consumer.take_actions() == [Dial(ADDRESS)]
-    consumer.on_dialled(ADDRESS, PEER)
-    consumer.on_open(PEER, "p")
-    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
-    sent = [each.message for each in consumer.take_actions() if isinstance(each, Send)]
-    assert [each.transfer_id for each in sent if isinstance(each, Fetch)] == ["a", "b", "load"]
+    sent = open_line(consumer)
+    begun("load", consumer=consumer)
+    sent += [each.message for each in consumer.take_actions() if isinstance(each, Send)]
+    assert [each.transfer_id for each in sent] == ["a", "b", "load"]
     consumer.receive(PEER, GRANT, 1.0)
-    assert consumer.take_actions() == [Read("load", PEER, GRANT, 0, 16)]
+    assert consumer.take_actions() == [Read(the_load(consumer), GRANT)]
     consumer.check_integrity()
 
 
 def test_a_rendezvous_needs_no_known_engine_id() -> None:
-    consumer = Consumer(30.0, OFFICE)
-    consumer.begin("load", source(ticket="", rendezvous="x", engine_id="earlier"), PROMPT, 0, 16, now=0.0)
-    consumer.on_dialled(ADDRESS, PEER)
-    consumer.on_open(PEER, "p")
-    assert isinstance(consumer.take_actions()[-1], Send)
+    consumer = begun("load", given=source(ticket="", rendezvous="x", engine_id="earlier"))
+    assert len(open_line(consumer)) == 1
     assert consumer.num_loads == 1
 
 
@@ -1128,18 +1182,19 @@ def test_answers_out_of_turn_have_no_effect() -> None:
 
 
 def test_the_producer_is_told_when_a_read_has_failed() -> None:
-    aborted = Send(PEER, Abort("load"))
-    consumer = reading()
-    consumer.on_read("load", (), is_complete=False)
-    assert consumer.take_actions() == [aborted, Ended("load", reason="the KV could not be read")]
-    consumer = reading()
-    consumer.on_read_refused("load", "no digests")
-    assert consumer.take_actions() == [aborted, Ended("load", reason="no digests")]
+    for is_refused, reason in ((False, "the KV could not be read"), (True, "no digests")):
+        consumer = reading()
+        load = the_load(consumer)
+        if is_refused:
+            consumer.on_read_refused(load, reason)
+        else:
+            consumer.on_read(load, (), is_complete=False)
+        assert consumer.take_actions() == [Send(PEER, Abort("load")), Ended(load, reason)]
 
 
-def test_a_cancelled_read_has_no_deadline() -> None:
+def test_the_lease_of_a_cancelled_read_is_not_renewed() -> None:
     consumer = reading()
-    consumer.fail("load", "the request has ended")
+    consumer.cancel("load")
     assert consumer.next_deadline is None
 
 

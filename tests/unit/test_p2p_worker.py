@@ -185,6 +185,7 @@ def test_a_step_digests_for_its_length_and_a_short_pause_before_it(
     clock = ManualClock()
     endpoint = MemoryFabric(clock).endpoint("p")
     worker = P2PWorker(RANK, lambda _: endpoint, connect_now, digest_bytes=1000.0, clock=clock)
+    worker.register_kv_caches(make_memory())
     clock.advance(pause)
     worker.begin_step(P2PMetadata(has_time=has_time))
     clock.advance(seconds)

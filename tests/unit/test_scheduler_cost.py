@@ -90,7 +90,7 @@ def test_loads_are_not_counted_for_every_request() -> None:
     scheduler = make(300, KVTransfer(LoadsEverything()))
     add(scheduler, 200)
     scheduler._remote._loads = NeverIterated()
-    scheduler._remote.give_up_overdue = lambda: None
+    scheduler._remote.give_up_overdue = lambda: ()
     plan: SchedulerOutput = scheduler.schedule()
     assert plan.num_scheduled_tokens == {}
     assert scheduler.stats().num_waiting_for_remote_kv == 200

@@ -115,6 +115,12 @@ def test_blocks_that_several_connectors_hold_are_released_by_the_last() -> None:
 class LosingConnector(NullSchedulerConnector):
     """Promises every block, and no load ever ends."""
 
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def cancel_load(self, request: RequestView) -> None:
+        self.cancelled.append(request.request_id)
+
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         return Match((request.num_tokens - 1 - num_computed_tokens) // 4 * 4, is_async=True)
 
@@ -138,6 +144,37 @@ def test_no_load_begins_while_lost_loads_pin_a_quarter_of_the_pool() -> None:
     assert dict(plan.num_scheduled_tokens) == {"r4": 13}, "the fifth computes what it could have loaded"
     assert lost == 4 * 3, "each lost load wrote three blocks"
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_overdue_load_is_cancelled_and_its_request_treated_by_policy(policy: str) -> None:
+    clock, kv, connector = ManualClock(), make_kv(20), LosingConnector()
+    scheduler = Scheduler(CONFIG, kv, None, KVTransfer(connector, policy, load_timeout=1.0, clock=clock))
+    scheduler.add_request(make_request("r", 0, num_tokens=13))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    clock.advance(0.9)
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    assert (connector.cancelled, scheduler.stats().num_waiting_for_remote_kv) == ([], 1)
+    clock.advance(0.1)
+    plan = step_of(scheduler)
+    assert connector.cancelled == ["r"]
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids={"r": (1,)}))
+    if policy == "recompute":
+        assert dict(plan.num_scheduled_tokens) == {"r": 13}
+    else:
+        assert dict(plan.num_scheduled_tokens) == {}
+        ((_, error),) = [(each.request_id, each.error) for each in outputs]
+        assert "not arrived within 1 seconds" in str(error)
+    scheduler.check_integrity()
+
+
+def test_the_load_of_a_request_that_ends_is_cancelled() -> None:
+    connector = LosingConnector()
+    scheduler = Scheduler(CONFIG, make_kv(20), None, KVTransfer(connector))
+    scheduler.add_request(make_request("r", 0, num_tokens=13))
+    step_of(scheduler)
+    scheduler.abort_requests(["r"])
+    assert connector.cancelled == ["r"]
 
 
 class PickyConnector(NullSchedulerConnector):

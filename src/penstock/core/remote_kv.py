@@ -37,7 +37,10 @@ from penstock.messages.scheduler_output import BlockIds
 from penstock.messages.stats import RemoteKVStats
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import RequestFailedError
+from penstock.utils.logging import get_logger
 from penstock.utils.math import cdiv
+
+logger = get_logger(__name__)
 
 # After this many failed loads a request is computed here, because further loads are likely to fail too.
 MAX_FAILED_LOADS = 2
@@ -314,9 +317,10 @@ class RemoteKV:
             load.is_detached = True
             self._end_waiting(load)
             self._num_quarantined += load.num_blocks if load.is_async else 0
+            self._connector.cancel_load(request)
 
-    def give_up_overdue(self) -> None:
-        """Detaches requests from loads that have missed their deadline; they are computed here under either policy."""
+    def give_up_overdue(self) -> Iterator[tuple[Request, str]]:
+        """Detaches requests from loads that have missed their deadline. Yields them, and why; none loads again."""
         if not self._num_waiting:
             return
         now = self._clock.now()
@@ -327,6 +331,9 @@ class RemoteKV:
             self._kv.release(request, fence=0)
             request.set_status(RequestStatus.WAITING)
             request.num_failed_loads = MAX_FAILED_LOADS
+            reason = f"it has not arrived within {self._timeout:g} seconds"
+            logger.warning("KV of %s is not loaded: %s", request.request_id, reason)
+            yield request, reason
 
     def stats(self) -> RemoteKVStats:
         return RemoteKVStats(self._num_loads, self._num_failed, self._num_timeouts, self._num_loaded_tokens)

@@ -9,7 +9,7 @@ With several pipeline stages a step takes one of several micro-batches (`micro_b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.config.engine import SchedulerConfig
@@ -26,7 +26,6 @@ from penstock.core.structured_output import StructuredOutputs
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import Match
 from penstock.messages.kv_events import KVEvent
-from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -192,7 +191,7 @@ class Scheduler:
         """
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step + 1, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
-        self._remote.give_up_overdue()
+        self._failed += self._on_lost_loads(self._remote.give_up_overdue())
         self._running.balance()
         self._fill(plan)
         if plan.is_empty and not plan.begins_load and self._last_admissions:
@@ -334,7 +333,8 @@ class Scheduler:
         self._num_graph_replays += result.is_replayed
         last_admission = self._last_admissions.pop(plan.step)
         outputs, self._failed = self._failed, []
-        outputs += self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
+        outputs += self._fail_without_grammar()
+        outputs += self._on_lost_loads(self._remote.apply(result.kv_connector_output))
         self._grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -347,22 +347,18 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
-    def _apply_transfers(self, output: KVConnectorOutput) -> list[EngineOutput]:
-        """Applies the results of transfers, loaded and missing KV."""
-        return [each for request, reason in self._remote.apply(output) for each in self._on_lost_kv(request, reason)]
-
-    def _on_lost_kv(self, request: Request, reason: str) -> list[EngineOutput]:
-        """Handles KV that could not be loaded: by policy the request fails, or computes the missing KV.
+    def _on_lost_loads(self, lost: Iterable[tuple[Request, str]]) -> Iterator[EngineOutput]:
+        """Handles requests whose KV could not be loaded: by policy they fail, or compute the missing KV.
 
         A request that has begun its answer (and was preempted since) always continues, so that no answer is cut off.
         """
-        if self._fails_on_lost_kv and not request.num_output_tokens:
-            return [self._end(request, FinishReason.ERROR, f"{_LOST_KV}: {reason}" if reason else _LOST_KV)]
-        if request.status is RequestStatus.RUNNING:
-            # The tokens sampled since are based on missing KV.
-            self._rewind(request)
-            self._rewound_request_ids.add(request.request_id)
-        return []
+        for request, reason in lost:
+            if self._fails_on_lost_kv and not request.num_output_tokens:
+                yield self._end(request, FinishReason.ERROR, f"{_LOST_KV}: {reason}" if reason else _LOST_KV)
+            elif request.status is RequestStatus.RUNNING:
+                # The tokens sampled since are based on missing KV.
+                self._rewind(request)
+                self._rewound_request_ids.add(request.request_id)
 
     def _fail_without_grammar(self) -> list[EngineOutput]:
         """Ends the requests whose grammar turned out to be invalid."""

@@ -156,6 +156,12 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def cancel_load(self, request: RequestView) -> None:
+        """Called when the request no longer waits for the load that has begun: it has ended, or waited too long. The
+        load still ends in an event, when nothing is written into its blocks any more: soon, if it can be cancelled.
+        """
+        ...
+
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         """Reports that blocks [first, end) of the request's table hold final KV of final tokens in all layers.
 

@@ -104,8 +104,7 @@ class ExampleScheduler(NullSchedulerConnector):
         self._folder = folder
         self._shards = context.shards
         self._block_size = context.cache.block_size
-        self._ledger = TransferLedger()
-        self._ranges: dict[TransferId, tuple[int, int]] = {}
+        self._ledger = TransferLedger[tuple[int, int]]()  # the tokens of each load
         self._loads: list[ExampleLoad] = []
         self._saves: dict[str, int] = {}
 
@@ -124,8 +123,7 @@ class ExampleScheduler(NullSchedulerConnector):
         first, last = num_computed_tokens // self._block_size, end // self._block_size
         names = map(_file_name, request.block_hashes[first:last])
         load = ExampleLoad(transfer_id, first, tuple(zip(block_ids[0][first:last], names, strict=True)))
-        self._ledger.open(transfer_id, self._shards)
-        self._ranges[transfer_id] = (num_computed_tokens, end)
+        self._ledger.open(transfer_id, self._shards, (num_computed_tokens, end))
         self._loads.append(load)
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
@@ -143,9 +141,9 @@ class ExampleScheduler(NullSchedulerConnector):
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         events: list[ConnectorEvent] = []
         for report in output.reports:
-            if reports := self._ledger.apply(report):
-                bad = bad_ranges(reports, 1, *self._ranges.pop(report.transfer_id))
-                events.append(LoadEnded(report.transfer_id, bad))
+            if (ended := self._ledger.apply(report)) is not None:
+                (first, end), reports = ended
+                events.append(LoadEnded(report.transfer_id, bad_ranges(reports, 1, first, end)))
         return events
 
     @property
@@ -154,7 +152,6 @@ class ExampleScheduler(NullSchedulerConnector):
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
-        assert len(self._ranges) == len(self._ledger), (self._ranges, len(self._ledger))
 
 
 class ExampleWorker(NullWorkerConnector):

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
 
+Owner = TypeVar("Owner")
+
 
 @dataclass(slots=True)
-class _Open:
+class _Open(Generic[Owner]):
+    owner: Owner
     expected: frozenset[ShardId]
     reports: dict[ShardId, TransferReport] = field(default_factory=dict[ShardId, TransferReport])
 
 
-class TransferLedger:
-    """Tracks every transfer from `open` to the report of its last expected shard.
+class TransferLedger(Generic[Owner]):
+    """Tracks every transfer, with its owner's record, from `open` to the report of its last expected shard.
 
     Reports may be out of order, repeated, late, or about an unknown transfer: such reports are counted and have no
     other effect. If a shard contradicts itself while the transfer is open, its failure counts.
     """
 
     def __init__(self) -> None:
-        self._open: dict[TransferId, _Open] = {}
+        self._open: dict[TransferId, _Open[Owner]] = {}
         self.num_duplicates = 0
         self.num_unknown = 0
 
@@ -32,32 +36,35 @@ class TransferLedger:
     def __contains__(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._open
 
-    def open(self, transfer_id: TransferId, expected: Iterable[ShardId]) -> None:
+    def __iter__(self) -> Iterator[Owner]:
+        return (entry.owner for entry in self._open.values())
+
+    def open(self, transfer_id: TransferId, expected: Iterable[ShardId], owner: Owner) -> None:
         assert transfer_id not in self._open, f"transfer {transfer_id} is opened twice"
         shards = frozenset(expected)
         assert shards, f"transfer {transfer_id} expects no rank"
-        self._open[transfer_id] = _Open(shards)
+        self._open[transfer_id] = _Open(owner, shards)
 
     def drop(self, transfer_id: TransferId) -> None:
         """Forgets an open transfer whose result is not needed; its reports are unknown from now on."""
         del self._open[transfer_id]
 
-    def apply(self, report: TransferReport) -> tuple[TransferReport, ...]:
-        """Records a report; returns the reports of all shards if this was the last missing one, else none."""
+    def apply(self, report: TransferReport) -> tuple[Owner, tuple[TransferReport, ...]] | None:
+        """Records a report; returns the owner and the reports of all shards if this was the last missing one."""
         entry = self._open.get(report.transfer_id)
         if entry is None or report.shard not in entry.expected:
             self.num_unknown += 1
-            return ()
+            return None
         if report.shard in entry.reports:
             self.num_duplicates += 1
             if report.status is TransferStatus.FAILED and entry.reports[report.shard].status is TransferStatus.DONE:
                 entry.reports[report.shard] = report
-            return ()
+            return None
         entry.reports[report.shard] = report
         if len(entry.reports) < len(entry.expected):
-            return ()
+            return None
         del self._open[report.transfer_id]
-        return tuple(entry.reports[shard] for shard in sorted(entry.reports))
+        return entry.owner, tuple(entry.reports[shard] for shard in sorted(entry.reports))
 
     def check_integrity(self) -> None:
         for transfer_id, entry in self._open.items():

@@ -162,6 +162,10 @@ class MultiScheduler:
         child = self._children[self._chosen.pop(request.request_id)]
         child.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
 
+    def cancel_load(self, request: RequestView) -> None:
+        for child in self._children.values():
+            child.cancel_load(request)
+
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         for child in self._children.values():
             child.on_blocks_complete(request, block_ids, first, end)

@@ -36,6 +36,8 @@ class NullSchedulerConnector:
     ) -> None:
         raise AssertionError("a load without a match")
 
+    def cancel_load(self, request: RequestView) -> None: ...
+
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None: ...
 
     def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from penstock.kv_transfer.p2p.consumer import Consumer
-from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
+from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
 from penstock.kv_transfer.p2p.messages import Hello, P2PSetup
 from penstock.kv_transfer.p2p.peers import PeerList
 from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
@@ -19,6 +19,7 @@ from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.base import PeerId
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId
+from penstock.messages.scheduler_output import BlockIds
 from penstock.simulation.backing import Backing, BackingContext, Parts, Site, Touch
 from penstock.simulation.memory_transport import MemoryFabric, MemoryTransport
 from penstock.simulation.p2p_network import SimChannel, SimNetwork
@@ -28,7 +29,6 @@ from penstock.simulation.setup import TICK_SECONDS, Disaggregation, engine_name
 from penstock.utils.errors import PeerError
 
 _TRANSPORT = "memory"
-_LOAD_PART = 0.8
 # Short, because the clock is common to all engines, and they run at the same time.
 _WAIT_SECONDS = 0.02 * TICK_SECONDS
 _MAX_STOP_LEASES = 3.0
@@ -39,10 +39,10 @@ class _CountingExchange(Exchange):
 
     loaded: Counter[str]
 
-    def begin_load(self, transfer_id: TransferId, load: Load) -> None:
+    def begin_load(self, name: TransferId, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int) -> None:
         _, _, turn = transfer_id.partition("/")[0].partition(".")
-        self.loaded[f"turn{turn[:1]}_asked_tokens"] += load.end - load.first
-        super().begin_load(transfer_id, load)
+        self.loaded[f"turn{turn[:1]}_asked_tokens"] += end - first
+        super().begin_load(name, transfer_id, block_ids, first, end)
 
     def wait(self, seconds: float) -> None:
         """Returns at once: time passes between the steps."""
@@ -66,10 +66,8 @@ class _Life:
             "holds": self.producer._state.holds,
             "parked fetches": self.producer._state.parked,
             "loads": self.consumer._loads,
-            "loads of the exchange": self.exchange._loads,
             "events": self.exchange._events,
-            "reads in progress": self.exchange._jobs._reads,
-            "digests in progress": self.exchange._jobs._digests,
+            "jobs in progress": list(self.exchange._jobs._ledger),
             "requests": self.scheduler._remote,
             "requests of others": self.scheduler._prefills,
         }
@@ -79,7 +77,7 @@ class _Life:
             worker.end_step()
             transport = self.transports[shard]
             known = {each.descriptor.decode() for table in worker._tables.values() for each in table.values()}
-            tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._digesting}
+            tables |= {f"reads of {shard}": worker._mover.reads, f"digests of {shard}": worker._digesting}
             tables[f"connections of {shard} to engines that have gone"] = transport.peers - known
         topology = self.exchange._jobs._topology
         known = {name for name, _ in topology._stages} - {topology.engine_id}
@@ -108,7 +106,7 @@ class P2PBacking(Backing):
         self._loaded = Counter[str]()
 
     def attach(self, site: Site) -> Parts:
-        setup, pairs, clock = self._context.setup, self._pairs, self._context.clock
+        pairs, clock = self._pairs, self._context.clock
         channel = self._network.open(site.name, address_of(site.name))
         epoch, office = f"{site.name}.{site.life}", TicketOffice(CLUSTER_KEY)
         settings = P2PSettings(
@@ -129,15 +127,13 @@ class P2PBacking(Backing):
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)
-        consumer = Consumer(_LOAD_PART * setup.load_timeout, office)
+        consumer = Consumer(office, self._peers.resolve)
         exchange = _CountingExchange(settings, channel, producer, consumer, clock)
         exchange.loaded = self._loaded
         scheduler = P2PScheduler(
             settings,
             site.cache.block_size,
             exchange,
-            self._peers.resolve,
-            clock,
             digests_next_step=True,  # simulated devices compute later
         )
         transports = {shard: self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}") for shard in site.ranks.shards}

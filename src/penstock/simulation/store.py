@@ -293,7 +293,7 @@ class StoreScheduler(NullSchedulerConnector):
         self._policy = policy
         self._clock = clock
         self._life = life
-        self._ledger = TransferLedger()
+        self._ledger = TransferLedger[None]()
         self._loads: dict[TransferId, _Load] = {}
         self._saves: dict[TransferId, _Save] = {}
         self._new_loads: list[StoreJob] = []
@@ -382,7 +382,7 @@ class StoreScheduler(NullSchedulerConnector):
         return bool(copies)
 
     def _open(self, transfer_id: TransferId, copies: Sequence[BlockCopy], **kwargs: bool) -> StoreJob:
-        self._ledger.open(transfer_id, self._endpoints)
+        self._ledger.open(transfer_id, self._endpoints, None)
         return StoreJob(self._on_wire(transfer_id), self._store.transport.descriptor(), tuple(copies), **kwargs)
 
     def _on_wire(self, transfer_id: TransferId) -> TransferId:
@@ -403,9 +403,9 @@ class StoreScheduler(NullSchedulerConnector):
             if life != self._life:
                 self._num_stale_reports += 1
                 continue
-            reports = self._ledger.apply(
+            _, reports = self._ledger.apply(
                 TransferReport(transfer_id, report.shard, report.status, report.bad_ranges, report.digests)
-            )
+            ) or (None, ())
             if reports and transfer_id in self._loads:
                 events.append(self._end_load(transfer_id, reports))
             elif reports:

@@ -102,6 +102,11 @@ class _Offer:
 
 
 @dataclass(slots=True)
+class _Store:
+    keys: Sequence[OffloadKey]
+
+
+@dataclass(slots=True)
 class _Load:
     transfer_id: TransferId
     index_of: dict[OffloadKey, int]
@@ -136,13 +141,11 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._default_policy = rules.policy
         self._costs = rules.costs
         self._clock = clock
-        self._ledger = TransferLedger()
+        self._ledger = TransferLedger[_Load | _Store]()
         self._requests: dict[str, _Request] = {}
         # The content of the next step's metadata.
         self._new_loads: list[OffloadLoad] = []
         self._offers: list[_Offer] = []
-        self._loads: dict[TransferId, _Load] = {}
-        self._stores: dict[TransferId, list[OffloadKey]] = {}
         self._num_stores = 0
         self._num_corrupted = 0
         # Tokens and start times of the steps in flight, and the end of the last one.
@@ -274,10 +277,10 @@ class OffloadingScheduler(NullSchedulerConnector):
         medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
         since = now if state.promoting_since is None else state.promoting_since
-        self._loads[job_id] = _Load(transfer_id, index_of, num_computed_tokens, end, medium, since)
+        load = _Load(transfer_id, index_of, num_computed_tokens, end, medium, since)
         state.promoting_since = None
         state.num_loaded_blocks += last - first
-        self._ledger.open(job_id, self._shards)
+        self._ledger.open(job_id, self._shards, load)
         self._new_loads.append(OffloadLoad(job_id, blocks))
 
     # ---- Store ----
@@ -318,8 +321,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             return ()
         self._num_stores += 1
         job_id = f"{self._epoch}/store/{self._num_stores}"
-        self._stores[job_id] = keys
-        self._ledger.open(job_id, self._shards)
+        self._ledger.open(job_id, self._shards, _Store(keys))
         return (OffloadStore(job_id, tuple(blocks)),)
 
     # ---- Steps ----
@@ -334,11 +336,13 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._measure_step()
         events: list[ConnectorEvent] = []
         for report in output.reports:
-            reports = self._ledger.apply(report)
-            if reports and report.transfer_id in self._stores:
-                self._on_stored(self._stores.pop(report.transfer_id), reports)
-            elif reports:
-                events.append(self._on_loaded(self._loads.pop(report.transfer_id), reports))
+            match self._ledger.apply(report):
+                case _Store(keys), reports:
+                    self._on_stored(keys, reports)
+                case _Load() as load, reports:
+                    events.append(self._on_loaded(load, reports))
+                case None:
+                    pass
         return events
 
     def _measure_step(self) -> None:
@@ -408,8 +412,6 @@ class OffloadingScheduler(NullSchedulerConnector):
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
         self._manager.check_integrity()
-        assert self._loads.keys().isdisjoint(self._stores), "one name for a load and a store"
-        assert len(self._ledger) == len(self._loads) + len(self._stores), "a transfer without a waiting load or store"
 
     def shutdown(self) -> None:
         self._manager.shutdown()

@@ -66,8 +66,6 @@ _DEFAULTS = {
     "bootstrap_port": DEFAULT_BOOTSTRAP_PORT,
     "allow_other_arithmetic": False,
 }
-# Part of `kv_load_timeout` after which a load is cancelled, so that it settles before the request loses its blocks.
-_LOAD_PART = 0.8
 _MAX_PARKED = 4096
 
 
@@ -113,15 +111,13 @@ class P2PConnector:
             requires_digests=options["attestation"] == "all",
         )
         producer = Producer(config.engine_id, epoch, rules, office)
-        consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office)
+        consumer = Consumer(office, peers.resolve)
         exchange = Exchange(settings, channel, producer, consumer, clock)
         # Memory that a transport can reach is that of a CPU, where a forward pass has ended when it returns.
         return P2PScheduler(
             settings,
             context.cache.block_size,
             exchange,
-            peers.resolve,
-            clock,
             digests_next_step=bool(context.cache.attached),
         )
 

@@ -1,19 +1,21 @@
 """The receiving half: from a request's parameters to KV of another engine that may be used (sans-IO).
 
-    asking -> reading -> confirming -> ended
-                     \\-> cancelling -> ended
+A request whose prompt another engine computes has one record, from its start to the end of its load:
+
+    wanted -> asked -> reading -> confirming -> ended
+                              \\-> cancelling -> ended
+    wanted or asked -> declined -> ended
 
 A load succeeds only if all shards have landed, every compared digest is equal, and the producer has confirmed that its
 blocks were held through the whole read. It never ends while bytes may still move: a load that is given up while it is
-being read is cancelled, and ends with the workers' reports.
+being read is cancelled, and ends with the workers' reports. A load has no deadline here: its owner cancels it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from penstock.kv_transfer.p2p.messages import (
     Abort,
@@ -29,25 +31,65 @@ from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.session import PeerKey, Send, cut_reason
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.messages.kv_transfer import BadRange, TransferId
+from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
 
+logger = get_logger(__name__)
+
+CANCELLED = "the request no longer waits for it"
 _RENEWALS_PER_LEASE = 3
 _MIN_LEASE, _MAX_LEASE = 0.01, 86400.0
 
 
 class LoadState(enum.Enum):
-    ASKING = "asking"
+    WANTED = "wanted"
+    ASKED = "asked"
+    """The producer has been asked, or will be as soon as it is connected."""
     READING = "reading"
     CONFIRMING = "confirming"
     CANCELLING = "cancelling"
+    DECLINED = "declined"
+    """The producer will be told that nothing is needed, as soon as it is connected."""
 
 
 _NEXT = {
-    LoadState.ASKING: {LoadState.READING},
+    LoadState.WANTED: {LoadState.ASKED, LoadState.DECLINED},
+    LoadState.ASKED: {LoadState.READING, LoadState.DECLINED},
     LoadState.READING: {LoadState.CONFIRMING, LoadState.CANCELLING},
     LoadState.CONFIRMING: set[LoadState](),
     LoadState.CANCELLING: set[LoadState](),
+    LoadState.DECLINED: set[LoadState](),
 }
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What this engine wants from another one for a request, and how far it is.
+
+    `name` is never reused; `transfer_id` is the scheduler's name for the load of tokens [first, end) into `block_ids`,
+    which the request has needed since `began`. `peer` has been asked; the workers know it as `engine`.
+    """
+
+    name: TransferId
+    source: RemotePrefill
+    prompt_digest: bytes
+    state: LoadState = LoadState.WANTED
+    transfer_id: TransferId = ""
+    block_ids: BlockIds = ()
+    first: int = 0
+    end: int = 0
+    began: float = 0.0
+    peer: PeerKey = ""
+    engine: str = ""
+    lease: float = 0.0
+    renew_at: float = float("inf")
+    bad_ranges: tuple[BadRange, ...] = ()
+    reason: str = ""
+
+    def set_state(self, state: LoadState) -> None:
+        assert state in _NEXT[self.state], f"a load goes from {self.state} to {state}"
+        self.state = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,55 +103,26 @@ class Dial:
 class Read:
     """Requests that the workers read the granted blocks."""
 
-    transfer_id: TransferId
-    peer: PeerKey
+    load: Load
     grant: Grant
-    first: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Requests that the workers end the read as soon as possible. The load ends with their reports."""
 
-    transfer_id: TransferId
+    load: Load
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a load. With a `reason` all tokens are missing, without one only `bad_ranges`."""
+    """The end of a load. With a `reason` all tokens are missing, without one only the load's `bad_ranges`."""
 
-    transfer_id: TransferId
-    bad_ranges: tuple[BadRange, ...] = ()
+    load: Load
     reason: str = ""
 
 
 ConsumerAction = Send | Dial | Read | Cancel | Ended
-
-
-@dataclass(slots=True)
-class _Load:
-    source: RemotePrefill
-    prompt_digest: bytes
-    first: int
-    end: int
-    deadline: float
-    state: LoadState = LoadState.ASKING
-    peer: PeerKey = ""
-    is_asked: bool = False
-    renew_at: float = float("inf")
-    lease: float = 0.0
-    bad_ranges: tuple[BadRange, ...] = ()
-    reason: str = ""
-
-    @property
-    def may_move(self) -> bool:
-        """Returns whether bytes may land in its blocks."""
-        return self.state is LoadState.READING
-
-    def set_state(self, state: LoadState) -> None:
-        assert state in _NEXT[self.state], f"a load goes from {self.state} to {state}"
-        self.state = state
 
 
 @dataclass(slots=True)
@@ -125,20 +138,20 @@ class ConsumerCounts:
 
 @dataclass(slots=True)
 class _Line:
-    """A connection to an address, and the fetches to be sent when it is open."""
+    """A connection to an address."""
 
     peer: PeerKey = ""
     is_open: bool = False
-    waiting: list[Fetch] = field(default_factory=list[Fetch])
 
 
 class Consumer:
-    """Every call may add actions; `take_actions` returns them. `timeout` limits the duration of a load, in seconds."""
+    """Every call may add actions; `take_actions` returns them. `resolve` turns the address in a request into one that
+    may be dialled, or raises PeerError."""
 
-    def __init__(self, timeout: float, office: TicketOffice) -> None:
-        self._timeout = timeout
+    def __init__(self, office: TicketOffice, resolve: Callable[[Address], Address]) -> None:
         self._office = office
-        self._loads: dict[TransferId, _Load] = {}
+        self._resolve = resolve
+        self._loads: dict[TransferId, Load] = {}
         self._lines: dict[Address, _Line] = {}
         self._address_of: dict[PeerKey, Address] = {}
         self._actions: list[ConsumerAction] = []
@@ -146,37 +159,47 @@ class Consumer:
 
     @property
     def num_loads(self) -> int:
-        return len(self._loads)
+        """Returns the number of loads that have begun and not ended."""
+        return sum(load.state not in (LoadState.WANTED, LoadState.DECLINED) for load in self._loads.values())
 
     # ---- Requests of this engine ----
 
+    def want(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
+        """Records where a request's KV is. Every such request ends in `cancel`."""
+        self._loads[name] = Load(name, source, prompt_digest)
+
+    def wanted(self, name: TransferId) -> RemotePrefill | None:
+        """Returns where the request's KV is, None if it has none or a load has begun."""
+        load = self._loads.get(name)
+        return load.source if load is not None and load.state is LoadState.WANTED else None
+
     def begin(
-        self, transfer_id: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int, *, now: float
+        self, name: TransferId, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int, *, now: float
     ) -> None:
-        """Begins to load tokens [first, end) of a prompt from another engine. Every load ends in an `Ended`."""
+        """Begins to load tokens [first, end) of the prompt from the other engine. Every load ends in an `Ended`."""
         self.counts.num_loads += 1
-        load = _Load(source, prompt_digest, first, end, now + self._timeout)
-        self._loads[transfer_id] = load
+        load = self._loads[name]
+        load.transfer_id, load.block_ids, load.first, load.end, load.began = transfer_id, block_ids, first, end, now
         try:
-            self._check_ticket(source, prompt_digest)
+            self._check_ticket(load)
+            self._ask(load, LoadState.ASKED)
         except PeerError as error:
-            self._end(transfer_id, str(error))
-            return
-        self._ask(transfer_id, load)
+            self._end(load, str(error))
 
-    def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
-        """Tells another engine that nothing it holds for a request is needed. There is no answer."""
+    def cancel(self, name: TransferId) -> None:
+        """Ends what a request wants: a load, or, before it has begun, what the other engine holds for the request."""
+        load = self._loads.get(name)
+        if load is None:
+            return
+        if load.state is not LoadState.WANTED:
+            self._fail(load, CANCELLED)
+            return
         self.counts.num_not_needed += 1
-        self._send_when_open(source.address, _fetch(name, source, prompt_digest, 0, 0))
-
-    def fail(self, transfer_id: TransferId, reason: str) -> None:
-        """Ends a load that cannot succeed, for a reason that its owner has found, or that is no longer wanted."""
-        load = self._loads.get(transfer_id)
-        if load is None or load.state is LoadState.CANCELLING:
-            return
-        if load.peer:
-            self._actions.append(Send(load.peer, Abort(transfer_id)))
-        self._stop(transfer_id, load, reason)
+        try:
+            self._ask(load, LoadState.DECLINED)
+        except PeerError as error:
+            logger.warning("the prefill of %s is not used: %s", name, error)
+            del self._loads[name]
 
     # ---- Peers ----
 
@@ -190,34 +213,27 @@ class Consumer:
         address = self._address_of.get(peer)
         if address is None:
             return
-        line = self._lines[address]
-        line.is_open = True
-        waiting, line.waiting = line.waiting, []
-        for fetch in waiting:
-            load = self._loads.get(fetch.transfer_id)
-            if load is None or load.state is LoadState.CANCELLING:
-                # It has been cancelled meanwhile, or has never needed anything: the producer need not hold anything.
-                self._actions.append(Send(peer, msgspec.structs.replace(fetch, first=0, end=0)))
-                continue
+        self._lines[address].is_open = True
+        for load in self._waiting_for(address):
             # A proxy may know the engine id of an earlier life; a rendezvous is identified by its own name.
-            if load.source.ticket and load.source.engine_id != engine_id:
-                self._stop(fetch.transfer_id, load, f"the engine there is {engine_id}, not {load.source.engine_id}")
-                continue
-            load.is_asked, load.peer = True, peer
-            self._actions.append(Send(peer, fetch))
+            is_other = bool(load.source.ticket) and load.source.engine_id != engine_id
+            if is_other and load.state is LoadState.ASKED:
+                self._end(load, f"the engine there is {engine_id}, not {load.source.engine_id}")
+            else:
+                self._fetch(load, peer)
 
     def on_lost(self, peer: PeerKey, reason: str) -> None:
         """Called when the connection has ended, or could not be made."""
         address = self._address_of.pop(peer, None)
         if address is None:
             return
-        line = self._lines.pop(address)
-        lost = [fetch.transfer_id for fetch in line.waiting]
-        lost += [name for name, load in self._loads.items() if load.peer == peer]
-        for transfer_id in lost:
-            if transfer_id in self._loads:
-                self._loads[transfer_id].peer = ""
-                self.fail(transfer_id, reason)
+        del self._lines[address]
+        for load in [*self._waiting_for(address), *(each for each in self._loads.values() if each.peer == peer)]:
+            load.peer = ""
+            if load.state is LoadState.DECLINED:
+                del self._loads[load.name]
+            else:
+                self._stop(load, reason)
 
     def receive(self, peer: PeerKey, message: Message, now: float) -> None:
         """Applies a message, if its load has not ended. Raises PeerError for a message that no producer sends."""
@@ -227,59 +243,47 @@ class Consumer:
         if load is None or load.peer != peer:
             return
         match message:
-            case Grant() if load.state is LoadState.ASKING:
+            case Grant() if load.state is LoadState.ASKED:
                 self._on_grant(load, message, now)
-            case Refuse() if load.state is LoadState.ASKING:
+            case Refuse() if load.state is LoadState.ASKED:
                 self.counts.num_refused += 1
-                self._stop(message.transfer_id, load, cut_reason(message.detail))
+                self._end(load, cut_reason(message.detail))
             case DoneAck() if load.state is LoadState.CONFIRMING:
-                self._on_confirmed(message, load)
+                self._on_confirmed(load, is_valid=message.is_valid)
             case _:
                 pass
 
     # ---- Workers ----
 
-    def on_read(self, transfer_id: TransferId, bad_ranges: tuple[BadRange, ...], is_complete: bool) -> None:
+    def on_read(self, load: Load, bad_ranges: tuple[BadRange, ...], is_complete: bool) -> None:
         """Called when all shards have reported, so that nothing of the read moves any more."""
-        load = self._loads.get(transfer_id)
-        if load is None:
-            return
         if load.state is LoadState.CANCELLING:
-            self._end(transfer_id, load.reason)
+            self._end(load, load.reason)
         elif not is_complete:
-            if load.peer:
-                self._actions.append(Send(load.peer, Abort(transfer_id)))
-            self._end(transfer_id, "the KV could not be read")
+            self.on_read_refused(load, "the KV could not be read")
         else:
             load.set_state(LoadState.CONFIRMING)
             load.bad_ranges = bad_ranges
             self.counts.num_bad_ranges += len(bad_ranges)
-            self._actions.append(Send(load.peer, Done(transfer_id)))
+            self._actions.append(Send(load.peer, Done(load.name)))
 
-    def on_read_refused(self, transfer_id: TransferId, reason: str) -> None:
-        """Called when the workers have not begun to read, and will not."""
-        load = self._loads[transfer_id]
-        if load.peer:
-            self._actions.append(Send(load.peer, Abort(transfer_id)))
-        self._end(transfer_id, reason)
+    def on_read_refused(self, load: Load, reason: str) -> None:
+        """Called when nothing is read, nor will be."""
+        self._abort(load)
+        self._end(load, reason)
 
     # ---- Time ----
 
     def poll(self, now: float) -> None:
-        for transfer_id, load in list(self._loads.items()):
+        """Renews the leases of reads."""
+        for load in self._loads.values():
             if load.state is LoadState.READING and load.renew_at <= now:
                 load.renew_at = now + load.lease / _RENEWALS_PER_LEASE
-                self._actions.append(Send(load.peer, Renew(transfer_id)))
-            if load.deadline <= now:
-                self.fail(transfer_id, f"the KV has not arrived within {self._timeout:g} seconds")
+                self._actions.append(Send(load.peer, Renew(load.name)))
 
     @property
     def next_deadline(self) -> float | None:
-        times = [
-            min(load.deadline, load.renew_at if load.state is LoadState.READING else load.deadline)
-            for load in self._loads.values()
-            if load.state is not LoadState.CANCELLING
-        ]
+        times = (load.renew_at for load in self._loads.values() if load.state is LoadState.READING)
         return min(times, default=None)
 
     def take_actions(self) -> list[ConsumerAction]:
@@ -288,86 +292,102 @@ class Consumer:
 
     # ---- Transitions ----
 
-    def _check_ticket(self, source: RemotePrefill, prompt_digest: bytes) -> None:
+    def _check_ticket(self, load: Load) -> None:
         """Raises PeerError for a ticket that the producer would refuse, so that it need not be asked."""
+        source = load.source
         if not source.ticket:
             return
         ticket = self._office.read(source.ticket)
         if ticket.engine_id != source.engine_id:
             raise PeerError(f"the ticket was issued by engine {ticket.engine_id}, not by {source.engine_id}")
-        if ticket.prompt_digest != prompt_digest:
+        if ticket.prompt_digest != load.prompt_digest:
             problem = "the ticket is for another prompt or salt"
             raise PeerError(f"{problem}: both engines need the same chat template and API keys")
 
-    def _ask(self, transfer_id: TransferId, load: _Load) -> None:
-        fetch = _fetch(transfer_id, load.source, load.prompt_digest, load.first, load.end)
-        line = self._send_when_open(load.source.address, fetch)
-        if line.is_open:
-            load.is_asked, load.peer = True, line.peer
-
-    def _send_when_open(self, address: Address, fetch: Fetch) -> _Line:
+    def _ask(self, load: Load, state: LoadState) -> None:
+        """Sends the load's fetch, as soon as the producer is connected. Raises PeerError for an unknown address."""
+        address = self._resolve(load.source.address)
+        load.source = replace(load.source, address=address)
+        load.set_state(state)
         if address not in self._lines:
             self._lines[address] = _Line()
             self._actions.append(Dial(address))
-        line = self._lines[address]
-        if line.is_open:
-            self._actions.append(Send(line.peer, fetch))
-        else:
-            line.waiting.append(fetch)
-        return line
+        elif self._lines[address].is_open:
+            self._fetch(load, self._lines[address].peer)
 
-    def _on_grant(self, load: _Load, grant: Grant, now: float) -> None:
+    def _waiting_for(self, address: Address) -> list[Load]:
+        """Returns the loads whose fetch has not been sent, because there is no connection."""
+        states = (LoadState.ASKED, LoadState.DECLINED)
+        loads = self._loads.values()
+        return [each for each in loads if not each.peer and each.state in states and each.source.address == address]
+
+    def _fetch(self, load: Load, peer: PeerKey) -> None:
+        is_declined = load.state is LoadState.DECLINED
+        fetch = Fetch(
+            transfer_id=load.name,
+            first=0 if is_declined else load.first,
+            end=0 if is_declined else load.end,
+            prompt_digest=load.prompt_digest,
+            ticket=load.source.ticket,
+            rendezvous=load.source.rendezvous,
+        )
+        self._actions.append(Send(peer, fetch))
+        load.peer = peer
+        if is_declined:
+            del self._loads[load.name]
+
+    def _on_grant(self, load: Load, grant: Grant, now: float) -> None:
         if not _MIN_LEASE <= grant.lease <= _MAX_LEASE:
             raise PeerError(f"a lease of {grant.lease:g} seconds is not between {_MIN_LEASE:g} and {_MAX_LEASE:g}")
         load.set_state(LoadState.READING)
         load.lease = grant.lease
         load.renew_at = now + grant.lease / _RENEWALS_PER_LEASE
-        self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end))
+        self._actions.append(Read(load, grant))
 
-    def _on_confirmed(self, message: DoneAck, load: _Load) -> None:
-        if message.is_valid:
+    def _on_confirmed(self, load: Load, *, is_valid: bool) -> None:
+        if is_valid:
             self.counts.num_completed += 1
-            del self._loads[message.transfer_id]
-            self._actions.append(Ended(message.transfer_id, load.bad_ranges))
+            del self._loads[load.name]
+            self._actions.append(Ended(load))
         else:
             self.counts.num_unconfirmed += 1
-            self._end(message.transfer_id, "the lease ended before everything was read")
+            self._end(load, "the lease ended before everything was read")
 
-    def _stop(self, transfer_id: TransferId, load: _Load, reason: str) -> None:
-        if load.state is LoadState.CANCELLING:
+    def _fail(self, load: Load, reason: str) -> None:
+        """Ends a load that is no longer wanted. The producer is told, so that it holds nothing for it."""
+        if load.state in (LoadState.CANCELLING, LoadState.DECLINED):
             return
-        if load.may_move:
-            self._cancel(transfer_id, load, reason)
+        if load.state is LoadState.ASKED and not load.peer:
+            load.set_state(LoadState.DECLINED)
+            self._actions.append(Ended(load, reason))
         else:
-            self._end(transfer_id, reason)
+            self._abort(load)
+            self._stop(load, reason)
 
-    def _cancel(self, transfer_id: TransferId, load: _Load, reason: str) -> None:
-        self.counts.num_cancelled += 1
-        load.set_state(LoadState.CANCELLING)
-        load.reason = reason
-        self._actions.append(Cancel(transfer_id))
+    def _abort(self, load: Load) -> None:
+        if load.peer:
+            self._actions.append(Send(load.peer, Abort(load.name)))
 
-    def _end(self, transfer_id: TransferId, reason: str) -> None:
+    def _stop(self, load: Load, reason: str) -> None:
+        """Ends a load, at once if nothing of it moves."""
+        if load.state is LoadState.READING:
+            self.counts.num_cancelled += 1
+            load.set_state(LoadState.CANCELLING)
+            load.reason = reason
+            self._actions.append(Cancel(load))
+        elif load.state is not LoadState.CANCELLING:
+            self._end(load, reason)
+
+    def _end(self, load: Load, reason: str) -> None:
         """Ends a load without KV. The reason may be a peer's, and may be empty."""
-        del self._loads[transfer_id]
-        self._actions.append(Ended(transfer_id, reason=reason or "no reason was given"))
+        del self._loads[load.name]
+        self._actions.append(Ended(load, reason or "no reason was given"))
 
     def check_integrity(self) -> None:
         """Recomputes derived state; raises AssertionError if it is inconsistent."""
         for address, line in self._lines.items():
             assert not line.peer or self._address_of[line.peer] == address, address
-            assert not (line.is_open and line.waiting), f"{address} is open and {len(line.waiting)} fetches wait"
-        for transfer_id, load in self._loads.items():
-            is_late = load.state in (LoadState.READING, LoadState.CONFIRMING)
-            assert load.is_asked or not is_late, f"{transfer_id}: {load.state}, but it was never requested"
-
-
-def _fetch(name: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int) -> Fetch:
-    return Fetch(
-        transfer_id=name,
-        first=first,
-        end=end,
-        prompt_digest=prompt_digest,
-        ticket=source.ticket,
-        rendezvous=source.rendezvous,
-    )
+            waiting = self._waiting_for(address)
+            assert not (line.is_open and waiting), f"{address} is open and {len(waiting)} fetches wait"
+        for load in self._loads.values():
+            assert load.peer or load.state not in (LoadState.READING, LoadState.CONFIRMING), f"{load.name} has no peer"

@@ -15,7 +15,16 @@ from dataclasses import dataclass, fields
 
 from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Released
 from penstock.kv_transfer.p2p.channel import Channel, ChannelEvent, Connected, Lost
-from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Read
+from penstock.kv_transfer.p2p.consumer import (
+    CANCELLED,
+    Cancel,
+    Consumer,
+    ConsumerAction,
+    ConsumerCounts,
+    Dial,
+    Ended,
+    Read,
+)
 from penstock.kv_transfer.p2p.jobs import Digested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
@@ -49,7 +58,6 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_ABANDONED = "the request has ended"
 _PRODUCER_COUNTS = [(field.name, f"p2p_producer_{field.name[4:]}") for field in fields(ProducerCounts)]
 _CONSUMER_COUNTS = [(field.name, f"p2p_consumer_{field.name[4:]}") for field in fields(ConsumerCounts)]
 
@@ -69,21 +77,6 @@ class P2PSettings:
     requires_digests: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens [first, end) of a prompt, to be loaded from `source` into the request's blocks `block_ids`.
-
-    `began` is the time at which the request needed them.
-    """
-
-    source: RemotePrefill
-    prompt_digest: bytes
-    block_ids: BlockIds
-    first: int
-    end: int
-    began: float
-
-
 class Exchange:
     """Has no ranks until `introduce_as` is called, before the first step."""
 
@@ -95,7 +88,6 @@ class Exchange:
         self._producer = producer
         self._consumer = consumer
         self._clock = clock
-        self._loads: dict[TransferId, Load] = {}
         self._traffic = Traffic()
         self._bytes_per_token = 0.0
         self._events: list[ConnectorEvent] = []
@@ -157,29 +149,26 @@ class Exchange:
 
     # ---- Requests of this engine ----
 
-    def begin_load(self, transfer_id: TransferId, load: Load) -> None:
-        """Begins a load, which ends in a `LoadEnded`."""
+    def want(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
+        """Begins a request whose prompt another engine computes. Every such request ends in `cancel`."""
         with self._lock:
-            self._loads[transfer_id] = load
-            self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=load.began)
+            self._consumer.want(name, source, prompt_digest)
+
+    def wanted(self, name: TransferId) -> RemotePrefill | None:
+        """Returns where such a request's KV is, None for others, and once its load has begun or was cancelled."""
+        with self._lock:
+            return self._consumer.wanted(name)
+
+    def begin_load(self, name: TransferId, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int) -> None:
+        """Begins to load tokens [first, end) of the prompt, which ends in a `LoadEnded`."""
+        with self._lock:
+            self._consumer.begin(name, transfer_id, block_ids, first, end, now=self._clock.now())
             self._perform()
 
-    def refuse_load(self, transfer_id: TransferId, load: Load, reason: str) -> None:
-        """Ends a load whose source cannot be asked."""
+    def cancel(self, name: TransferId) -> None:
+        """Called when a request needs nothing, or nothing more, from the other engine."""
         with self._lock:
-            self._loads[transfer_id] = load
-            self._end_load(Ended(transfer_id, reason=reason))
-
-    def abandon_load(self, transfer_id: TransferId) -> None:
-        """Ends the load of a request that has ended; the load may have ended before."""
-        with self._lock:
-            self._consumer.fail(transfer_id, _ABANDONED)
-            self._perform()
-
-    def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
-        """Tells another engine that nothing of what it holds for a request is needed."""
-        with self._lock:
-            self._consumer.dismiss(name, source, prompt_digest)
+            self._consumer.cancel(name)
             self._perform()
 
     def expect(self, hold_id: TransferId, rendezvous: str) -> None:
@@ -233,8 +222,8 @@ class Exchange:
                 match self._jobs.apply(report):
                     case Digested(job_id, digests):
                         self._producer.on_digested(job_id, digests, self._clock.now())
-                    case ReadEnded(transfer_id, bad, is_complete):
-                        self._consumer.on_read(transfer_id, bad, is_complete)
+                    case ReadEnded(load, bad, is_complete):
+                        self._consumer.on_read(load, bad, is_complete)
                     case None:
                         pass
             self._perform()
@@ -261,7 +250,6 @@ class Exchange:
             self._producer.check_integrity()
             self._consumer.check_integrity()
             self._jobs.check_integrity()
-            assert len(self._loads) >= self._consumer.num_loads, (len(self._loads), self._consumer.num_loads)
 
     # ---- Peers, on the thread of the connections ----
 
@@ -370,8 +358,8 @@ class Exchange:
                 self._traffic.on_moved("to", name, num_tokens, self._bytes_of(num_tokens), seconds)
             case Read():
                 self._read(action)
-            case Cancel(transfer_id):
-                self._jobs.cancel_read(transfer_id)
+            case Cancel(load):
+                self._jobs.cancel_read(load)
             case Ended():
                 self._end_load(action)
 
@@ -384,29 +372,28 @@ class Exchange:
             self._producer.on_digested(action.job_id, None, self._clock.now())
 
     def _read(self, action: Read) -> None:
-        source = self._sessions.hello_of(action.peer)
+        source = self._sessions.hello_of(action.load.peer)
         try:
             if source is None:
                 raise PeerError("the connection has ended")
             if self._settings.requires_digests and not action.grant.digests:
                 raise PeerError("the KV has no digests: set the same attestation on both engines")
-            self._jobs.read(action, self._loads[action.transfer_id].block_ids, source)
+            self._jobs.read(action.load, action.grant, source)
         except PeerError as error:
-            self._consumer.on_read_refused(action.transfer_id, str(error))
+            self._consumer.on_read_refused(action.load, str(error))
 
     def _end_load(self, ended: Ended) -> None:
-        load = self._loads.pop(ended.transfer_id)
-        bad = ended.bad_ranges
+        load, bad = ended.load, ended.load.bad_ranges
         if ended.reason:
-            level = logging.DEBUG if ended.reason == _ABANDONED else logging.WARNING
-            logger.log(level, "KV of %s is not loaded from another engine: %s", ended.transfer_id, ended.reason)
+            level = logging.DEBUG if ended.reason == CANCELLED else logging.WARNING
+            logger.log(level, "KV of %s is not loaded from another engine: %s", load.name, ended.reason)
             bad = tuple(BadRange(group, load.first, load.end) for group in range(self._settings.num_groups))
         if bad:
             self._traffic.on_failed("from", load.source.engine_id)
         else:
             num_tokens, seconds = load.end - load.first, self._clock.now() - load.began
             self._traffic.on_moved("from", load.source.engine_id, num_tokens, self._bytes_of(num_tokens), seconds)
-        self._events.append(LoadEnded(ended.transfer_id, bad, ended.reason))
+        self._events.append(LoadEnded(load.transfer_id, bad, ended.reason))
 
     def _bytes_of(self, num_tokens: int) -> int:
         return round(num_tokens * self._bytes_per_token)

@@ -11,9 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
-from penstock.kv_transfer.p2p.consumer import Read
+from penstock.kv_transfer.p2p.consumer import Load
 from penstock.kv_transfer.p2p.known_digests import Reading
-from penstock.kv_transfer.p2p.messages import DigestJob, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
+from penstock.kv_transfer.p2p.messages import (
+    DigestJob,
+    Grant,
+    Hello,
+    P2PMetadata,
+    PeerShards,
+    ReadJob,
+    Shard,
+    ShardDigests,
+)
 from penstock.kv_transfer.p2p.producer import Digest
 from penstock.kv_transfer.p2p.session import engine_key
 from penstock.kv_transfer.topology.pieces import check_order, digest_edges, digest_unit
@@ -21,7 +30,6 @@ from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
-from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.errors import PeerError
 from penstock.utils.math import cdiv
 
@@ -41,16 +49,9 @@ class Digested:
 class ReadEnded:
     """Nothing of the read moves any more. Unless it `is_complete`, none of its KV is usable."""
 
-    transfer_id: TransferId
+    load: Load
     bad_ranges: tuple[BadRange, ...]
     is_complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenRead:
-    transfer_id: TransferId
-    job: ReadJob
-    source: Hello
 
 
 class WorkerJobs:
@@ -66,10 +67,7 @@ class WorkerJobs:
         self.own_reading = self._make_reading(shards)
         self._readings: dict[str, Reading] = {"": self.own_reading}
         self._is_own_told = False
-        self._ledger = TransferLedger()
-        # Open jobs, by their names for the workers.
-        self._digests: dict[TransferId, Digest] = {}
-        self._reads: dict[TransferId, _OpenRead] = {}
+        self._ledger = TransferLedger[Digest | Load]()
         # Engines that have declared their ranks to this one, and those of them that the workers know.
         self._known: dict[str, Hello] = {}
         self._told: set[str] = set()
@@ -129,7 +127,7 @@ class WorkerJobs:
     @property
     def is_idle(self) -> bool:
         """Returns whether no job is open, and no worker has one to drop."""
-        return not self._digests and not self._reads and not self._dropped
+        return not len(self._ledger) and not self._dropped
 
     @property
     def counters(self) -> Mapping[str, float]:
@@ -142,8 +140,7 @@ class WorkerJobs:
         if reader is None:
             raise PeerError("the reader has disconnected")
         name = self._on_wire(action.job_id)
-        self._ledger.open(name, self._own)
-        self._digests[name] = action
+        self._ledger.open(name, self._own, action)
         if reader:
             self._tell_of(reader, self._known[reader])
         # The workers get the tables without the blocks before the piece.
@@ -162,33 +159,32 @@ class WorkerJobs:
     def drop_digest(self, job_id: TransferId) -> None:
         """Ends a job whose result is not needed."""
         name = self._on_wire(job_id)
-        if self._digests.pop(name, None) is not None:
+        if name in self._ledger:
             self._ledger.drop(name)
             self._dropped.append(name)
 
-    def read(self, action: Read, block_ids: BlockIds, source: Hello) -> None:
+    def read(self, load: Load, grant: Grant, source: Hello) -> None:
         """Begins a job. Raises PeerError if the grant does not cover the requested tokens."""
-        grant = action.grant
-        num_blocks = cdiv(action.end, source.shards[0].layout.block_size)
+        num_blocks = cdiv(load.end, source.shards[0].layout.block_size)
         if len(grant.block_ids) != self._num_groups or any(len(table) < num_blocks for table in grant.block_ids):
-            raise PeerError(f"{source.engine_id} does not name blocks for {action.end} tokens in every group")
+            raise PeerError(f"{source.engine_id} does not name blocks for {load.end} tokens in every group")
         job = ReadJob(
-            job_id=self._on_wire(action.transfer_id),
+            job_id=self._on_wire(load.name),
             peer=engine_key(source),
-            block_ids=block_ids,
+            block_ids=load.block_ids,
             remote_block_ids=tuple(table[:num_blocks] for table in grant.block_ids),
-            first=action.first,
-            end=action.end,
+            first=load.first,
+            end=load.end,
             digests=grant.digests,
         )
-        self._ledger.open(job.job_id, self._own)
-        self._reads[job.job_id] = _OpenRead(action.transfer_id, job, source)
+        load.engine, load.bad_ranges = job.peer, tuple(self._find_missing(job, source))
+        self._ledger.open(job.job_id, self._own, load)
         self._tell_of(job.peer, source)
         self._new_reads.append(job)
 
-    def cancel_read(self, transfer_id: TransferId) -> None:
+    def cancel_read(self, load: Load) -> None:
         """Ends a read as soon as nothing of it moves any more; a `ReadEnded` follows."""
-        self._cancelled.append(self._on_wire(transfer_id))
+        self._cancelled.append(self._on_wire(load.name))
 
     def _tell_of(self, key: str, peer: Hello) -> None:
         """Tells the workers of an engine before its first job."""
@@ -200,7 +196,8 @@ class WorkerJobs:
 
     def take(self, live_engines: set[str], has_time: bool) -> P2PMetadata:
         """Returns the metadata of the next step. Forgets engines that are no longer connected."""
-        in_use = {each.job.peer for each in self._reads.values()} | {each.peer for each in self._new_digests}
+        in_use = {each.engine for each in self._ledger if isinstance(each, Load)}
+        in_use.update(each.peer for each in self._new_digests)
         gone = self._known.keys() - live_engines - in_use
         forgotten = self._told & gone
         self._told -= gone
@@ -223,17 +220,15 @@ class WorkerJobs:
 
     def apply(self, report: TransferReport) -> Digested | ReadEnded | None:
         """Returns the result of the job that ends with this report; None if other reports are missing."""
-        reports = self._ledger.apply(report)
-        if not reports:
+        ended = self._ledger.apply(report)
+        if ended is None:
             return None
-        if report.transfer_id in self._digests:
-            digest = self._digests.pop(report.transfer_id)
-            return Digested(digest.job_id, self._collect(digest, reports))
-        read = self._reads.pop(report.transfer_id)
-        job = read.job
+        owner, reports = ended
+        if isinstance(owner, Digest):
+            return Digested(owner.job_id, self._collect(owner, reports))
         is_complete = all(each.status is TransferStatus.DONE or each.bad_ranges for each in reports)
-        bad = [*bad_ranges(reports, self._num_groups, job.first, job.end), *self._find_missing(job, read.source)]
-        return ReadEnded(read.transfer_id, tuple(dict.fromkeys(bad)), is_complete)
+        bad = [*bad_ranges(reports, self._num_groups, owner.first, owner.end), *owner.bad_ranges]
+        return ReadEnded(owner, tuple(dict.fromkeys(bad)), is_complete)
 
     def _find_missing(self, job: ReadJob, source: Hello) -> Iterator[BadRange]:
         """Yields ranges for which the other engine has no blocks, as before its window: they were not transferred."""
@@ -264,6 +259,4 @@ class WorkerJobs:
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
-        num_open = len(self._digests) + len(self._reads)
-        assert num_open == len(self._ledger), (sorted(self._digests), sorted(self._reads), len(self._ledger))
         assert self._told <= self._known.keys(), self._told - self._known.keys()

@@ -1,16 +1,16 @@
-"""Reads from the ranks of another engine: connections, transfers, and their end."""
+"""One rank's reads from the ranks of another engine: connections, transfers, and their end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv_transfer.p2p.dialler import Background, Dialler
-from penstock.kv_transfer.p2p.messages import Shard
-from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, plan_runs
+from penstock.kv_transfer.p2p.messages import ReadJob, Shard
+from penstock.kv_transfer.topology.planner import LayerSlice, plan_runs
 from penstock.kv_transfer.transports.base import DataTransport, PeerId, TransferHandle, TransferState
 from penstock.messages.kv_layout import KVLayout
-from penstock.messages.kv_transfer import ShardId, TransferId
+from penstock.messages.kv_transfer import BadRange, ShardId
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
 
@@ -20,97 +20,111 @@ Slices = tuple[LayerSlice, ...]
 """The parts of layers that one rank sends to another."""
 
 
-@dataclass(slots=True, eq=False)
-class Move:
-    """Reads of tokens [first, end) from the ranks of `peer`, at most one from each of them.
+@dataclass(slots=True)
+class _Transfer:
+    """`is_cut`: its connection has been ended, so that it settles."""
 
-    `tables` has this engine's and the other engine's block ids of each group. `parts` has the transfers that have not
-    begun; `retried` has the ranks to which a connection has been made again.
+    peer: PeerId
+    handle: TransferHandle
+    is_cut: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """All that a rank knows of a job: at most one transfer from each rank of `peer`, then the comparison of digests.
+
+    `parts` has the transfers that have not begun; `retried` has the ranks to which a connection has been made again.
+    `check` is the comparison in progress, which yields the number of bytes compared and adds `bad_ranges`.
     """
 
-    name: TransferId
+    job: ReadJob
     peer: Mapping[ShardId, Shard]
-    tables: Sequence[tuple[BlockIdList, BlockIdList]]
-    first: int
-    end: int
     parts: dict[ShardId, Slices]
     retried: set[ShardId] = field(default_factory=set[ShardId])
     has_failed: bool = False
-    handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
+    transfers: list[_Transfer] = field(default_factory=list[_Transfer])
+    check: Iterator[int] | None = None
+    bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
+    is_checked: bool = False
 
 
 class Mover:
-    """Moves the bytes of one rank. `background` makes connections.
+    """Moves the bytes of one rank. `reads` are those in progress; `background` makes connections.
 
     A transfer in progress can be ended only by `disconnect`, which ends all transfers with that peer. So a cancelled
     transfer runs on while another one with the peer is wanted; no further one begins meanwhile, so this has an end.
     """
 
     def __init__(self, layout: KVLayout, transport: DataTransport, background: Background) -> None:
+        self.reads: list[Read] = []
         self._layout = layout
         self._transport = transport
         self._dialler = Dialler(transport, background)
-        self._under_way: dict[PeerId, dict[Move, TransferHandle]] = {}
 
     def forget(self, shards: Sequence[Shard]) -> None:
         """Ends the connections to these ranks of an engine, with which nothing moves, until they are needed again."""
         for shard in shards:
             self._dialler.disconnect(shard.descriptor)
 
-    def advance(self, move: Move) -> list[TransferState]:
-        """Begins the transfers that can begin, and gives the move up if one has failed. Returns the states of all."""
-        self.begin(move)
-        states = [self._transport.poll(handle) for _, handle in move.handles]
+    def add(self, read: Read) -> None:
+        self.reads.append(read)
+        self._begin(read)
+
+    def advance(self, read: Read) -> list[TransferState]:
+        """Begins the transfers that can begin, and gives the read up if one has failed. Returns the states of all."""
+        self._begin(read)
+        states = [self._transport.poll(each.handle) for each in read.transfers]
         if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
-            self.give_up(move)
-        for (peer, _), state in zip(move.handles, states, strict=True):
-            if state.is_settled and move in self._under_way.get(peer, {}):
-                self._end_unwanted(peer)
+            self.give_up(read)
         return states
 
-    def give_up(self, move: Move) -> None:
-        """Ends the move. Its transfers settle as soon as the transport can promise that nothing moves any more."""
-        move.parts.clear()
-        if not move.has_failed:
-            move.has_failed = True
-            for peer, _ in move.handles:
-                self._end_unwanted(peer)
+    def give_up(self, read: Read) -> None:
+        """Ends a read. Its transfers settle as soon as the transport can promise that nothing moves any more."""
+        read.parts.clear()
+        if not read.has_failed:
+            read.has_failed = True
+            self.cut_unwanted()
 
-    def _end_unwanted(self, peer: PeerId) -> None:
-        """Disconnects if transfers with the peer are in progress and all of them are cancelled."""
-        under_way = self._under_way.pop(peer, {})
-        moves = {move: handle for move, handle in under_way.items() if not self._transport.poll(handle).is_settled}
-        if any(not move.has_failed for move in moves):
-            self._under_way[peer] = moves
-        elif moves:
+    def cut_unwanted(self) -> None:
+        """Ends the connections over which only reads that were given up still move. Called when all have advanced."""
+        unwanted = self._unwanted_peers()
+        if not unwanted:
+            return
+        for peer in unwanted - {each.peer for read in self.reads if not read.has_failed for each in self._moving(read)}:
+            for each in (each for read in self.reads for each in read.transfers if each.peer == peer):
+                each.is_cut = True
             self._dialler.hang_up(peer)
 
-    def _has_unwanted(self, peer: PeerId) -> bool:
-        """Returns whether a cancelled transfer with the peer is still in progress."""
-        under_way = self._under_way.get(peer, {})
-        return any(move.has_failed and not self._transport.poll(each).is_settled for move, each in under_way.items())
+    def _unwanted_peers(self) -> set[PeerId]:
+        """Returns the peers with which a read that was given up still moves bytes."""
+        return {each.peer for read in self.reads if read.has_failed for each in self._moving(read)}
 
-    def begin(self, move: Move) -> None:
+    def _moving(self, read: Read) -> Iterator[_Transfer]:
+        """Yields the transfers in progress over connections that have not been ended."""
+        return (each for each in read.transfers if not each.is_cut and not self._transport.poll(each.handle).is_settled)
+
+    def _begin(self, read: Read) -> None:
         """Begins one transfer with each rank that is connected by now."""
+        job = read.job
+        tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
         try:
-            for shard, slices in list(move.parts.items()):
-                other = move.peer[shard]
+            for shard, slices in list(read.parts.items()):
+                other = read.peer[shard]
                 peer = self._dialler.find(other.descriptor)
-                if peer is None or self._has_unwanted(peer):
+                if peer is None or peer in self._unwanted_peers():
                     return
-                runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
+                runs = plan_runs(self._layout, other.layout, slices, tables, job.first, job.end)
                 try:
                     handle = self._transport.submit(peer, runs)
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)
-                    if shard in move.retried:
+                    if shard in read.retried:
                         raise
-                    move.retried.add(shard)
+                    read.retried.add(shard)
                     return
-                move.handles.append((peer, handle))
-                self._under_way.setdefault(peer, {})[move] = handle
-                del move.parts[shard]
+                read.transfers.append(_Transfer(peer, handle))
+                del read.parts[shard]
         except PeerError as error:
-            logger.warning("KV of %s cannot be moved: %s", move.name, error)
-            self.give_up(move)
+            logger.warning("KV of %s cannot be moved: %s", job.job_id, error)
+            self.give_up(read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from penstock.kv_transfer.connector import (
     FREED,
@@ -15,33 +15,17 @@ from penstock.kv_transfer.connector import (
     RequestView,
 )
 from penstock.kv_transfer.null import NullSchedulerConnector
-from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
+from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
 from penstock.kv_transfer.p2p.messages import P2PMetadata, P2PSetup
-from penstock.kv_transfer.p2p.params import Address, RemoteDecode, RemotePrefill, read_params
+from penstock.kv_transfer.p2p.params import RemoteDecode, RemotePrefill, read_params
 from penstock.kv_transfer.p2p.producer import Offer
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_transfer import HandshakePayload, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
-from penstock.utils.clock import Clock
-from penstock.utils.errors import PeerError, RequestError
-from penstock.utils.logging import get_logger
-
-logger = get_logger(__name__)
+from penstock.utils.errors import RequestError
 
 _HELD = (FinishReason.LENGTH, FinishReason.STOP)
-
-
-@dataclass(slots=True)
-class _Remote:
-    """A request whose prompt another engine computes. `name` is never reused. `is_settled`: a load has begun or been
-    refused, or that engine has been told that nothing is needed."""
-
-    name: TransferId
-    source: RemotePrefill
-    prompt_digest: bytes
-    is_settled: bool = False
-    transfer_id: TransferId = ""
 
 
 @dataclass(slots=True)
@@ -56,9 +40,7 @@ class _Prefill:
 
 
 class P2PScheduler(NullSchedulerConnector):
-    """`resolve` turns the address in a request into one that may be dialled, or raises PeerError.
-
-    Blocks are digested by the step that completes them, so that a reader does not wait for the next one. With
+    """Blocks are digested by the step that completes them, so that a reader does not wait for the next one. With
     `digests_next_step` they are digested by the next one: if a step's KV may be incomplete when its results are
     collected, as that of a drafter, or of a device that computes later.
     """
@@ -68,18 +50,14 @@ class P2PScheduler(NullSchedulerConnector):
         settings: P2PSettings,
         block_size: int,
         exchange: Exchange,
-        resolve: Callable[[Address], Address],
-        clock: Clock,
         *,
         digests_next_step: bool = False,
     ) -> None:
         self._settings = settings
         self._block_size = block_size
         self._exchange = exchange
-        self._resolve = resolve
-        self._clock = clock
         self._digests_next_step = digests_next_step
-        self._remote: dict[str, _Remote] = {}
+        self._remote: dict[str, TransferId] = {}  # requests whose prompt another engine computes
         self._prefills: dict[str, _Prefill] = {}
         self._num_stages = self._num_tensor_ranks = 1
 
@@ -113,55 +91,35 @@ class P2PScheduler(NullSchedulerConnector):
                 if role == "kv_producer":
                     raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
                 digest = digest_prompt(request.prompt_token_ids, request.cache_salt)
-                self._remote[request.request_id] = _Remote(request.hold_id, asked, digest)
+                self._remote[request.request_id] = request.hold_id
+                self._exchange.want(request.hold_id, asked, digest)
             case None:
                 pass
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        remote = self._remote.get(request.request_id)
-        if remote is None or remote.is_settled:
+        source = self._exchange.wanted(request.hold_id) if request.request_id in self._remote else None
+        if source is None:
             return NO_MATCH
-        num_tokens = self._num_remote_tokens(request, remote) - num_computed_tokens
+        # The other engine has whole blocks of the prompt, whose last token is computed here.
+        num_tokens, size = request.num_prompt_tokens, self._block_size
+        if source.num_tokens is not None:
+            num_tokens = min(num_tokens, source.num_tokens)
+        num_tokens = max(0, num_tokens - 1) // size * size - num_computed_tokens
         return Match(num_tokens, is_async=True) if num_tokens > 0 else NO_MATCH
-
-    def _num_remote_tokens(self, request: RequestView, remote: _Remote) -> int:
-        """Returns the tokens in whole blocks of the prompt that the other engine has; the last one is computed here."""
-        known, size = remote.source.num_tokens, self._block_size
-        num_tokens = request.num_prompt_tokens if known is None else min(known, request.num_prompt_tokens)
-        return max(0, num_tokens - 1) // size * size
 
     def update_state_after_alloc(
         self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
-        remote = self._remote[request.request_id]
-        remote.is_settled, remote.transfer_id = True, transfer_id
-        load = Load(remote.source, remote.prompt_digest, block_ids, num_computed_tokens, end, self._clock.now())
-        try:
-            load = replace(load, source=self._resolved(remote.source))
-        except PeerError as error:
-            self._exchange.refuse_load(transfer_id, load, str(error))
-        else:
-            self._exchange.begin_load(transfer_id, load)
+        self._exchange.begin_load(request.hold_id, transfer_id, block_ids, num_computed_tokens, end)
 
-    def _resolved(self, source: RemotePrefill) -> RemotePrefill:
-        return replace(source, address=self._resolve(source.address))
-
-    def _dismiss(self, request_id: str, remote: _Remote) -> None:
-        """Tells the other engine that nothing of what it holds is needed."""
-        remote.is_settled = True
-        try:
-            self._exchange.dismiss(f"{remote.name}/none", self._resolved(remote.source), remote.prompt_digest)
-        except PeerError as error:
-            logger.warning("the prefill of %s is not used: %s", request_id, error)
+    def cancel_load(self, request: RequestView) -> None:
+        self._exchange.cancel(request.hold_id)
 
     # ---- Finished requests ----
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
-        remote = self._remote.pop(request.request_id, None)
-        if remote is not None and not remote.is_settled:
-            self._dismiss(request.request_id, remote)
-        elif remote is not None:
-            self._exchange.abandon_load(remote.transfer_id)
+        if self._remote.pop(request.request_id, None) is not None:
+            self._exchange.cancel(request.hold_id)
         if self._prefills.pop(request.request_id, None) is None:
             return FREED
         if reason not in _HELD or not block_ids:
@@ -208,9 +166,8 @@ class P2PScheduler(NullSchedulerConnector):
         if self._prefills:
             self._follow(plan)
         for new in plan.new_requests:
-            remote = self._remote.get(new.request_id)
-            if remote is not None and not remote.is_settled:
-                self._dismiss(new.request_id, remote)
+            if (name := self._remote.pop(new.request_id, None)) is not None:
+                self._exchange.cancel(name)
         return self._exchange.take_metadata(computes=bool(plan.total_num_scheduled_tokens))
 
     def _follow(self, plan: SchedulerOutput) -> None:

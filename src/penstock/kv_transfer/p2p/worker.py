@@ -9,13 +9,13 @@ reported when nothing of it can move any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.digests import UnitDigests
 from penstock.kv_transfer.p2p.messages import DigestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
-from penstock.kv_transfer.p2p.moves import Move, Mover, Slices
+from penstock.kv_transfer.p2p.moves import Mover, Read, Slices
 from penstock.kv_transfer.topology.pieces import digest_order, digest_unit
 from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.transports.base import DataTransport
@@ -56,15 +56,6 @@ class _Digesting:
     is_done: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
-    job: ReadJob
-    move: Move
-    check: Iterator[int] | None = None
-    bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
-    is_checked: bool = False
-
-
 class P2PWorker(NullWorkerConnector):
     """Serves one rank. `make_transport` is called when its memory is known; `background` connects it to peers. A step
     in which nothing is computed waits up to `wait_seconds` for transfers. Steps digest `digest_bytes` per second."""
@@ -93,7 +84,6 @@ class P2PWorker(NullWorkerConnector):
         self._metadata = P2PMetadata()
         self._digesting: list[_Digesting] = []
         self._readers: dict[str, tuple[tuple[Slices, int], ...]] = {}
-        self._reads: list[_Read] = []
         self._reports: list[TransferReport] = []
 
     def register_kv_caches(self, view: KVCacheView) -> None:
@@ -120,18 +110,18 @@ class P2PWorker(NullWorkerConnector):
             self._readers.pop(name, None)
         self._digesting = [each for each in self._digesting if each.job_id not in metadata.dropped]
         self._digesting += [self._digest(job) for job in metadata.digests if job.job_id not in metadata.dropped]
-        for job_id in metadata.cancelled:
-            for read in self._reads:
-                if read.job.job_id == job_id:
-                    self._mover.give_up(read.move)
+        for read in self._mover.reads:
+            if read.job.job_id in metadata.cancelled:
+                self._mover.give_up(read)
 
     def start_load_kv(self) -> None:
-        self._reads += map(self._begin, self._metadata.reads)
+        for job in self._metadata.reads:
+            self._mover.add(self._make_read(job))
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         room = self._collect(self._room())
-        if self._metadata.has_time and not self._reports and room > 0 and self._reads:
-            handles = [handle for read in self._reads for _, handle in read.move.handles]
+        if self._metadata.has_time and not self._reports and room > 0 and self._mover.reads:
+            handles = [each.handle for read in self._mover.reads for each in read.transfers]
             self._transport.wait(handles, self._wait_seconds)
             self._collect(room)
         reports, self._reports = tuple(self._reports), []
@@ -151,9 +141,10 @@ class P2PWorker(NullWorkerConnector):
 
         Returns the room that is left.
         """
-        for read in self._reads:
+        for read in self._mover.reads:
             self._watch(read)
             room = self._check(read, room)
+        self._mover.cut_unwanted()
         for each in self._digesting:
             if room > 0:
                 room, each.is_done = _advance(each.work, room)
@@ -163,9 +154,8 @@ class P2PWorker(NullWorkerConnector):
             if each.is_done
         ]
         self._digesting = [each for each in self._digesting if not each.is_done]
-        ended = [read for read in self._reads if read.is_checked]
-        self._reads = [read for read in self._reads if not read.is_checked]
-        self._reports += map(self._report, ended)
+        self._reports += [self._report(read) for read in self._mover.reads if read.is_checked]
+        self._mover.reads = [read for read in self._mover.reads if not read.is_checked]
         return room
 
     def end_step(self) -> None:
@@ -205,49 +195,46 @@ class P2PWorker(NullWorkerConnector):
 
     # ---- Receiving: reads and checks ----
 
-    def _begin(self, job: ReadJob) -> _Read:
-        """Begins one transfer from each rank that has KV for this one; none if the same step cancels the job."""
-        tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
-        peer = self._tables.get(job.peer, {})
-        move = Move(job.job_id, peer, tables, job.first, job.end, parts={})
+    def _make_read(self, job: ReadJob) -> Read:
+        """Returns a read from each rank that has KV for this one; from none if the same step cancels the job."""
+        read = Read(job, self._tables.get(job.peer, {}), parts={})
         try:
-            move.parts = self._sources(job)
+            read.parts = self._sources(job)
         except PeerError as error:
             logger.warning("KV of %s cannot be read: %s", job.job_id, error)
-            self._mover.give_up(move)
+            self._mover.give_up(read)
         if job.job_id in self._metadata.cancelled:
-            self._mover.give_up(move)
-        self._mover.begin(move)
-        return _Read(job, move)
+            self._mover.give_up(read)
+        return read
 
     def _sources(self, job: ReadJob) -> dict[ShardId, Slices]:
         table = {shard: each.layout for shard, each in self._tables.get(job.peer, {}).items()}
         return sources(self._layout, table, self._shard)
 
-    def _watch(self, read: _Read) -> None:
+    def _watch(self, read: Read) -> None:
         """Checks the state of the transfers, and begins to compare digests when all have settled."""
         if read.check is not None or read.is_checked:
             return
-        states = self._mover.advance(read.move)
-        if read.move.parts or not all(state.is_settled for state in states):
+        states = self._mover.advance(read)
+        if read.parts or not all(state.is_settled for state in states):
             return
-        if read.move.has_failed or not read.job.digests:
+        if read.has_failed or not read.job.digests:
             read.is_checked = True
         else:
             read.check = self._compare(read)
 
-    def _check(self, read: _Read, room: float) -> float:
+    def _check(self, read: Read, room: float) -> float:
         """Compares digests of about `room` bytes; returns the room that is left."""
         if read.check is not None and room > 0:
             try:
                 room, read.is_checked = _advance(read.check, room)
             except PeerError as error:
                 logger.warning("KV of %s cannot be compared with its digests: %s", read.job.job_id, error)
-                self._mover.give_up(read.move)
+                self._mover.give_up(read)
                 read.is_checked = True
         return room
 
-    def _compare(self, read: _Read) -> Iterator[int]:
+    def _compare(self, read: Read) -> Iterator[int]:
         job = read.job
         given = {(each.producer, each.consumer): each.digests for each in job.digests}
         for shard, slices in self._sources(job).items():
@@ -263,9 +250,9 @@ class P2PWorker(NullWorkerConnector):
                         read.bad_ranges.append(BadRange(group, token, min(token + unit, job.end)))
                     yield num_bytes
 
-    def _report(self, read: _Read) -> TransferReport:
+    def _report(self, read: Read) -> TransferReport:
         """Returns the report; a failure without ranges means that no KV is usable."""
-        if read.move.has_failed:
+        if read.has_failed:
             return TransferReport(read.job.job_id, self._shard, TransferStatus.FAILED)
         status = TransferStatus.FAILED if read.bad_ranges else TransferStatus.DONE
         return TransferReport(read.job.job_id, self._shard, status, tuple(read.bad_ranges))
