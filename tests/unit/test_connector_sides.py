@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from penstock.config.kv_transfer import parse_kv_transfer_config
-from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.example import ExampleConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
@@ -65,7 +64,7 @@ def test_context_and_setup_of_the_sides_survive_the_wire() -> None:
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [OFFLOADING]}}
     sent = context(**both)
     part = make_scheduler_connector(sent)
-    message = Setup(sent, Abilities(part).worker_setup())
+    message = Setup(sent, part.worker_setup())
     assert Codec(Setup).copy(message) == message
     part.shutdown()
 
@@ -144,7 +143,7 @@ def test_the_role_decides_whether_a_connector_loads_and_saves(role: str, loads: 
         request: Any = SimpleNamespace(request_id="r")
         assert part.get_num_new_matched_tokens(request, 0).num_tokens == 4 * loads
         part.on_blocks_complete(request, ((1, 2),), 0, 2)
-        assert sum(Abilities(part).counters().values()) == 2 * saves
+        assert sum(part.counters().values()) == 2 * saves
 
 
 def test_children_inherit_the_load_timeout() -> None:
@@ -196,10 +195,6 @@ class PipelineAware(NullSchedulerConnector):
         self.payloads = dict(payloads)
 
 
-class WithoutHandshake:
-    """Has no method for handshakes, and no base class."""
-
-
 STAGES = {(0, 0): Hello(1), (1, 0): Hello(2)}
 
 
@@ -207,18 +202,41 @@ def test_a_connector_without_support_for_pipeline_ranks_refuses_them(tmp_path: P
     example = ExampleConnector.make_scheduler_connector(
         context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
     )
-    for part in (NullSchedulerConnector(), TensorRanksOnly(), example, WithoutHandshake()):
+    for part in (NullSchedulerConnector(), TensorRanksOnly(), example):
         with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-            Abilities(part).set_xfer_handshake_metadata_pp_aware(STAGES)  # pyright: ignore[reportArgumentType]
+            part.set_xfer_handshake_metadata_pp_aware(STAGES)
     part = TensorRanksOnly()
-    Abilities(part).set_xfer_handshake_metadata_pp_aware({(0, 0): Hello(1), (0, 1): Hello(2)})
+    part.set_xfer_handshake_metadata_pp_aware({(0, 0): Hello(1), (0, 1): Hello(2)})
     assert part.payloads == {0: Hello(1), 1: Hello(2)}
+
+
+class Baseless:
+    """A connector whose scheduler side does not derive from the null part."""
+
+    @staticmethod
+    def make_scheduler_connector(given: ConnectorContext) -> Any:
+        return Baseless()
+
+
+def test_a_scheduler_side_needs_the_base_class_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = context(kv_connector="Baseless", kv_connector_module_path=__name__)
+    with pytest.raises(ConfigError, match="Baseless must derive from NullSchedulerConnector"):
+        make_scheduler_connector(given)
+
+
+def test_a_part_takes_a_waker_if_it_has_its_own_method() -> None:
+    class Waking(NullSchedulerConnector):
+        def set_waker(self, callback: Any) -> None: ...
+
+    assert (NullSchedulerConnector().takes_waker, Waking().takes_waker) == (False, True)
+    assert MultiScheduler({"a": NullSchedulerConnector(), "b": Waking()}).takes_waker
+    assert not MultiScheduler({"a": NullSchedulerConnector()}).takes_waker
 
 
 def test_handshakes_reach_every_child() -> None:
     aware, unaware = PipelineAware(), TensorRanksOnly()
     payloads = {shard: MultiHandshake({"aware": hello, "other": None}) for shard, hello in STAGES.items()}
-    Abilities(MultiScheduler({"aware": aware})).set_xfer_handshake_metadata_pp_aware(payloads)
+    MultiScheduler({"aware": aware}).set_xfer_handshake_metadata_pp_aware(payloads)
     assert aware.payloads == STAGES
     with pytest.raises(ConfigError, match="TensorRanksOnly"):
         MultiScheduler({"aware": aware, "other": unaware}).set_xfer_handshake_metadata_pp_aware(payloads)
@@ -510,7 +528,7 @@ def test_options_reach_the_parts_of_the_p2p_connector(is_attested: bool, monkeyp
 def test_other_engines_need_a_name_for_memory_that_they_map(transport: str) -> None:
     given = p2p(transport=transport)
     part = make_scheduler_connector(given)
-    worker = make_worker_connector(given, (0, 0), Abilities(part).worker_setup())
+    worker = make_worker_connector(given, (0, 0), part.worker_setup())
     assert worker.needs_shared_memory == (transport == "shared_memory")
     part.shutdown()
 

@@ -23,7 +23,6 @@ from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
 from penstock.core.step_result import apply_counts, make_output
 from penstock.core.structured_output import StructuredOutputs
-from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import Match
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.outputs import EngineOutput, FinishReason
@@ -55,7 +54,6 @@ class Scheduler:
         self._kv = kv
         self._grammars = grammars or StructuredOutputs(None)
         self._connector = transfer.connector
-        self._connector_abilities = Abilities(transfer.connector)
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
         self._config = config
@@ -131,7 +129,7 @@ class Scheduler:
         may do something at once, None if there is nothing to do until a call."""
         if not self._requests and not self.has_transfers:
             return None
-        is_waiting = self._remote.num_waiting == len(self._requests) and self._connector_abilities.takes_waker
+        is_waiting = self._remote.num_waiting == len(self._requests) and self._connector.takes_waker
         return max(0.0, self._remote.earliest_deadline - now) if is_waiting and not self.has_transfers else 0.0
 
     def wait(self, grammar_seconds: float, transfer_seconds: float) -> None:
@@ -139,7 +137,7 @@ class Scheduler:
         if the last step's result has ended a load or released blocks."""
         self._grammars.wait(grammar_seconds)
         if not self._remote.has_news:
-            self._connector_abilities.wait(transfer_seconds)
+            self._connector.wait(transfer_seconds)
 
     def shutdown(self) -> None:
         """Shuts down; no step follows."""
@@ -159,12 +157,12 @@ class Scheduler:
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Returns what the prefix cache and the connector's media have stored and removed since the last call."""
-        return (*self._kv.take_events(), *self._connector_abilities.take_events())
+        return (*self._kv.take_events(), *self._connector.take_events())
 
     def reset_prefix_cache(self, reset_connector: bool) -> bool:
         """Removes all cached prefixes, and with `reset_connector` also the connector's KV; returns False on failure."""
         is_reset = not self._last_admissions and self._kv.reset_prefix_cache()
-        return is_reset and (not reset_connector or self._connector_abilities.reset_cache())
+        return is_reset and (not reset_connector or self._connector.reset_cache())
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -177,7 +175,7 @@ class Scheduler:
             speculation=self._speculation.stats(),
             num_waiting_for_remote_kv=self._remote.num_waiting,
             remote_kv=self._remote.stats(),
-            connector=self._connector_abilities.counters(),
+            connector=self._connector.counters(),
             num_graph_replays=self._num_graph_replays,
         )
 

@@ -19,7 +19,7 @@ from penstock.engine.rank_identity import check_arithmetic
 from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.factory import make_executor
-from penstock.kv_transfer.abilities import Abilities
+from penstock.kv_transfer.connector import SchedulerConnector
 from penstock.kv_transfer.events import make_event_publisher
 from penstock.messages.engine_info import EngineInfo
 from penstock.utils import logging
@@ -31,10 +31,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A complete engine and its connector's abilities. `limits` are the scheduler's limits, as the memory permits."""
+    """A complete engine and its connector's scheduler side. `limits` are the scheduler's, as the memory permits."""
 
     core: EngineCore
-    connector: Abilities
+    connector: SchedulerConnector
     config: EngineConfig
     limits: SchedulerConfig
     info: EngineInfo
@@ -67,7 +67,7 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         InitializeWorker(cache=cache, limits=limits, connector=transfer.context, connector_setup=transfer.setup)
     )
     if transfer.context is not None:
-        transfer.abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
+        transfer.transfer.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
     warm_up(executor, cache, limits)
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic accepts drafts at random: the outputs are not the model's")
@@ -100,4 +100,4 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         data_parallel_size=args.data_parallel_size,
         pooling=None if config.pooling is None else config.pooling.summary,
     )
-    return Engine(core, transfer.abilities, config, limits, info)
+    return Engine(core, transfer.transfer.connector, config, limits, info)

@@ -11,7 +11,6 @@ from pathlib import Path
 from penstock.config.engine import EngineConfig
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
 from penstock.engine.rank_identity import digest_weights
-from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ConnectorSetup
@@ -26,7 +25,6 @@ class EngineTransfer:
     """The scheduler side, and the data to build the worker sides; `context` is None if KV stays in the engine."""
 
     transfer: KVTransfer
-    abilities: Abilities
     context: ConnectorContext | None = None
     setup: ConnectorSetup | None = None
 
@@ -35,7 +33,7 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
     """Builds the configured connector, or the null connector. Raises ConfigError."""
     asked = config.kv_transfer
     if asked is None:
-        return EngineTransfer(NO_TRANSFER, Abilities(NO_TRANSFER.connector))
+        return EngineTransfer(NO_TRANSFER)
     if not config.cache.enable_prefix_caching:
         raise ConfigError("kv_transfer_config needs the prefix cache: loaded blocks are found there. Leave it enabled")
     context = ConnectorContext(
@@ -47,9 +45,8 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
         rank_heads={each.shard: _heads_of(each) for each in facts},
     )
     connector = make_scheduler_connector(context)
-    abilities = Abilities(connector)
     transfer = KVTransfer(connector, asked.kv_load_failure_policy, asked.kv_load_timeout)
-    return EngineTransfer(transfer, abilities, context, abilities.worker_setup())
+    return EngineTransfer(transfer, context, connector.worker_setup())
 
 
 def _heads_of(facts: WorkerFacts) -> dict[str, tuple[int, int]]:

@@ -14,16 +14,19 @@ ends with an error; from any other method it ends the engine.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     BadRange,
+    ConnectorSetup,
     HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
+    ShardId,
     TransferId,
 )
 from penstock.messages.outputs import FinishReason
@@ -127,7 +130,37 @@ class SchedulerConnector(Protocol):
     """The scheduler's part. Lifecycle: built with the engine; the methods below in the scheduler's order; `shutdown`.
 
     Everything is bounded and no method blocks: work that waits for a disk or a peer runs in a separate thread.
+    `NullSchedulerConnector`, the base class of all parts, has the defaults.
     """
+
+    # ---- Start ----
+
+    def worker_setup(self) -> ConnectorSetup | None:
+        """Returns the data that the workers' parts are built with; by default none."""
+        ...
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        """Takes the payloads of all ranks, pp * tp of them, exactly once and before the first request. Raises
+        ConfigError if there are pipeline ranks above 0 and the part cannot move their KV, as by default.
+        """
+        ...
+
+    @property
+    def takes_waker(self) -> bool:
+        """Returns whether threads of the part may give it work while the engine is idle: whether it has a `set_waker`
+        of its own.
+        """
+        ...
+
+    def set_waker(self, callback: Callable[[], None]) -> None:
+        """Takes, once and before the first request, the function that the part calls whenever `has_pending_work` may
+        have become True. It may be called from any thread and at any time; it never blocks, and repeated calls are
+        merged. An engine without requests takes no step unless it is called: a part that only waits, as for a peer that
+        will fetch blocks, has no pending work.
+        """
+        ...
+
+    # ---- Requests and steps ----
 
     def on_new_request(self, request: RequestView) -> None:
         """Called before a request is queued. Chooses its policy; raises RequestError if its parameters are invalid.
@@ -192,8 +225,29 @@ class SchedulerConnector(Protocol):
         """Returns whether transfers need steps now, even without tokens.
 
         While it is True, the engine executes step after step. Blocks that are merely held for a peer need none. A
-        change to True while the engine is idle is noticed through `set_waker` (`abilities`).
+        change to True while the engine is idle is noticed through `set_waker`.
         """
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Returns as soon as the part has an event, at the latest after this many seconds. Called between steps that
+        cannot compute, while requests wait for KV or transfers are in flight; it must also notice events before the
+        call, and it returns at once if no event can occur. By default such steps follow one another without a pause.
+        """
+        ...
+
+    # ---- Media ----
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """Returns which blocks its media have stored and removed since the last call, oldest first; by default none."""
+        ...
+
+    def reset_cache(self) -> bool:
+        """Returns False if the cache cannot be cleared, or not now: by default there is none."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """Returns counters by name, for metrics; by default none."""
         ...
 
     def check_integrity(self) -> None:

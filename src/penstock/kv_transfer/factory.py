@@ -11,6 +11,7 @@ import msgspec
 from penstock.config.kv_transfer import KVTransferConfig
 from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
 from penstock.kv_transfer.forwarding import LoadsOnly, SavesOnly
+from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils import logging
@@ -53,7 +54,7 @@ class Connector(Protocol):
 
     The scheduler side is built first, in the engine core. It checks `context.config.kv_connector_extra_config` and
     raises ConfigError for unknown options. Then every worker builds its side; `setup` is the return value of the
-    scheduler side's `worker_setup`, None if it has no such method.
+    scheduler side's `worker_setup`.
 
     A class whose scheduler side answers requests with `kv_transfer_params` has `answers_requests = True`: an engine
     has at most one such connector.
@@ -73,6 +74,11 @@ def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
     if context.config.keys_without_effect:
         logger.info("kv_transfer_config: %s have no effect here", ", ".join(context.config.keys_without_effect))
     part = _find(context.config).make_scheduler_connector(context)
+    if not isinstance(part, NullSchedulerConnector):
+        raise ConfigError(
+            f"{context.config.kv_connector}: its {type(part).__name__} must derive from NullSchedulerConnector of "
+            "penstock.kv_transfer.null, which has the defaults of all methods"
+        )
     one_way = _ONE_WAY.get(context.config.kv_role)
     return part if one_way is None else cast(SchedulerConnector, one_way(part))
 

@@ -9,7 +9,7 @@ from penstock.messages.scheduler_output import BlockTable
 
 
 class Forwarding:
-    """Forwards all other attributes to `inner`, so that it has exactly the optional abilities of `inner`."""
+    """Forwards all other attributes to `inner`, such as the methods that it does not change."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

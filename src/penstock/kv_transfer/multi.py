@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
-from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import (
     FREED,
     NO_MATCH,
@@ -34,6 +33,7 @@ from penstock.kv_transfer.factory import (
     make_scheduler_connector,
     make_worker_connector,
 )
+from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.kv_transfer.options import read_options
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_events import KVEvent
@@ -126,12 +126,11 @@ def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(each, Mapping) for each in value)
 
 
-class MultiScheduler:
+class MultiScheduler(NullSchedulerConnector):
     """Asks the children in order."""
 
     def __init__(self, children: Mapping[str, SchedulerConnector]) -> None:
         self._children = children
-        self._abilities = {name: Abilities(child) for name, child in children.items()}
         self._chosen: dict[str, str] = {}
         self._holders: dict[TransferId, set[str]] = {}
 
@@ -206,15 +205,15 @@ class MultiScheduler:
         return FREED if params is None else FinishResult(FinishAction.FREE, params)
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        for name, abilities in self._abilities.items():
+        for name, child in self._children.items():
             of_child: dict[ShardId, HandshakePayload | None] = {}
             for shard, payload in payloads.items():
                 assert isinstance(payload, MultiHandshake), payload
                 of_child[shard] = payload.children[name]
-            abilities.set_xfer_handshake_metadata_pp_aware(of_child)
+            child.set_xfer_handshake_metadata_pp_aware(of_child)
 
     def worker_setup(self) -> MultiSetup:
-        return MultiSetup({name: abilities.worker_setup() for name, abilities in self._abilities.items()})
+        return MultiSetup({name: child.worker_setup() for name, child in self._children.items()})
 
     @property
     def has_pending_work(self) -> bool:
@@ -222,31 +221,29 @@ class MultiScheduler:
 
     @property
     def takes_waker(self) -> bool:
-        return any(abilities.takes_waker for abilities in self._abilities.values())
+        return any(child.takes_waker for child in self._children.values())
 
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        for abilities in self._abilities.values():
-            abilities.set_waker(waker)
+    def set_waker(self, callback: Callable[[], None]) -> None:
+        for child in self._children.values():
+            child.set_waker(callback)
 
     def wait(self, seconds: float) -> None:
-        busy = [self._abilities[name] for name, child in self._children.items() if child.has_pending_work]
+        busy = [child for child in self._children.values() if child.has_pending_work]
         # If no transfer is in flight, a request waits for a lookup by any of them.
-        waiting = busy or list(self._abilities.values())
-        for abilities in waiting:
-            abilities.wait(seconds / len(waiting))
+        waiting = busy or list(self._children.values())
+        for child in waiting:
+            child.wait(seconds / len(waiting))
 
     def take_events(self) -> Sequence[KVEvent]:
-        return [event for abilities in self._abilities.values() for event in abilities.take_events()]
+        return [event for child in self._children.values() for event in child.take_events()]
 
     def counters(self) -> Mapping[str, float]:
         return {
-            f"{name}.{key}": value
-            for name, abilities in self._abilities.items()
-            for key, value in abilities.counters().items()
+            f"{name}.{key}": value for name, child in self._children.items() for key, value in child.counters().items()
         }
 
     def reset_cache(self) -> bool:
-        done = [abilities.reset_cache() for abilities in self._abilities.values()]
+        done = [child.reset_cache() for child in self._children.values()]
         return all(done)
 
     def check_integrity(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.kv_transfer.connector import FREED, NO_MATCH, ConnectorEvent, FinishResult, Match, RequestView
 from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     NO_OUTPUT,
+    ConnectorSetup,
     HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -25,6 +26,27 @@ class NullSchedulerConnector:
     """Moves nothing. Also the base class of parts that do not use every method."""
 
     has_pending_work = False
+
+    def worker_setup(self) -> ConnectorSetup | None:
+        return None
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        """Passes the payloads on by tensor rank. Raises ConfigError if there are pipeline ranks above 0."""
+        if any(pp_rank > 0 for pp_rank, _ in payloads):
+            raise ConfigError(
+                f"{type(self).__name__} does not support pipeline ranks: set pipeline_parallel_size to 1, or choose "
+                "another kv_connector"
+            )
+        self.set_xfer_handshake_metadata({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
+
+    def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
+        """Takes the payloads of an engine without pipeline stages, by tensor rank."""
+
+    @property
+    def takes_waker(self) -> bool:
+        return type(self).set_waker is not NullSchedulerConnector.set_waker
+
+    def set_waker(self, callback: Callable[[], None]) -> None: ...
 
     def on_new_request(self, request: RequestView) -> None: ...
 
@@ -49,28 +71,20 @@ class NullSchedulerConnector:
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         return FREED
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """Passes the payloads on by tensor rank. Raises ConfigError if there are pipeline ranks above 0."""
-        set_handshakes_of_one_stage(self, payloads)
+    def wait(self, seconds: float) -> None: ...
 
-    def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
-        """Takes the payloads of an engine without pipeline stages, by tensor rank."""
+    def take_events(self) -> Sequence[KVEvent]:
+        return ()
+
+    def reset_cache(self) -> bool:
+        return False
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
 
     def check_integrity(self) -> None: ...
 
     def shutdown(self) -> None: ...
-
-
-def set_handshakes_of_one_stage(part: Any, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-    """Gives the payloads by tensor rank to a part without pipeline ranks, if it takes any. Raises ConfigError."""
-    if any(pp_rank > 0 for pp_rank, _ in payloads):
-        raise ConfigError(
-            f"{type(part).__name__} does not support pipeline ranks: set pipeline_parallel_size to 1, or choose "
-            "another kv_connector"
-        )
-    take = getattr(part, "set_xfer_handshake_metadata", None)
-    if take is not None:
-        take({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
 
 
 class NullWorkerConnector:

@@ -15,7 +15,6 @@ from penstock.core.request import Request, RequestStatus
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor, OverTheWire
-from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
@@ -154,7 +153,7 @@ class SimEngine:
         handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
         self.scheduler = Scheduler(limits, self.kv, None, transfer)
         if not parts.is_null:
-            Abilities(parts.scheduler).set_xfer_handshake_metadata_pp_aware(handshakes)
+            parts.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, executor, limits.max_num_in_flight, debug=True, clock=clock)
 
     @property
