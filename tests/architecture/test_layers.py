@@ -94,7 +94,7 @@ MODEL_BASES = {"interface", "weights", "parts", "decoder", "encoder"}
 
 # Third-party package -> the only modules that import it.
 IMPORTERS = {
-    "safetensors": {"models.weights", "kv_transfer.example"},
+    "safetensors": {"models.weights"},
     "huggingface_hub": {"config.model_path"},
     "jinja2": {"tokenizer.chat_template"},
     "zmq": {"kv_transfer.events", "router.kv_subscriptions"},

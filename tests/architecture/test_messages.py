@@ -33,7 +33,8 @@ from tests.architecture.sources import imports, modules
 for _name, _tree in modules().items():
     if "penstock.utils.wire.register_kind" in imports(_tree):
         importlib.import_module(f"penstock.{_name}")
-importlib.import_module("tests.integration.recording_connector")
+for _name in ("tests.integration.recording_connector", "examples.example_connector"):
+    importlib.import_module(_name)
 
 CODECS = {"worker": worker_messages.CODEC, "core": core_messages.CODEC}
 KINDS = [(codec, kind) for codec in CODECS.values() for kind in codec.kinds]

@@ -42,6 +42,8 @@ SPECULATORS: dict[str, dict[str, Any] | None] = {
     "none": None,
     **{name: {**method, "num_speculative_tokens": NUM_DRAFTS} for name, method in METHODS.items()},
 }
+# The connector of `examples/example_connector.py`.
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_connector_module_path": "examples.example_connector"}
 
 
 def offloading(**options: Any) -> dict[str, Any]:
@@ -286,7 +288,7 @@ def test_bytes_that_change_in_memory_are_detected(plain_tokens: list[list[int]])
 @pytest.mark.long
 def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:
     connector = {
-        "kv_connector": "ExampleConnector",
+        **EXAMPLE,
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     for speculator in ("none", "mtp"):
@@ -310,7 +312,7 @@ def test_a_file_that_vanishes_before_its_load(
 ) -> None:
     """Another host empties the shared folder between match and allocation: the engine continues and recomputes."""
     example = {
-        "kv_connector": "ExampleConnector",
+        **EXAMPLE,
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [example]}}
@@ -383,7 +385,7 @@ def test_the_layout_gives_the_addresses_of_the_bytes() -> None:
 
 def test_several_connectors(plain_tokens: list[list[int]], tmp_path: Path) -> None:
     example = {
-        "kv_connector": "ExampleConnector",
+        **EXAMPLE,
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [offloading(), example]}}
@@ -446,7 +448,8 @@ def test_transfer_parameters_of_requests() -> None:
         (offloading(cpu_bytes_to_use=3), "cpu_bytes_to_use"),
         (offloading(eviction_policy="fifo"), "one of lru, arc"),
         (offloading(disk_path="/proc/none"), "/proc/none"),
-        ({"kv_connector": "ExampleConnector"}, "needs shared_storage_path"),
+        (EXAMPLE, "needs shared_storage_path"),
+        ({"kv_connector": "ExampleConnector"}, 'kv_connector_module_path to "examples.example_connector"'),
         ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1]}}, "list of objects"),
         ({**offloading(), "kv_ranks": 1}, "unknown key 'kv_ranks'"),
         ({**offloading(), "kv_load_timeout": 0}, "kv_load_timeout"),

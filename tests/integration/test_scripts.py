@@ -92,6 +92,7 @@ SLOW = {
 ELSEWHERE = {
     "bench/gpu.py": "tests/integration/test_bench_gpu.py",
     "bench/null_gpu.py": "tests/null_gpu/test_command.py",
+    "examples/example_connector.py": "tests/unit/test_connector_sides.py",
     "bench/pd_faults.py": "tests/integration/test_pd_faults.py",
 }
 

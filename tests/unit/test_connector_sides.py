@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from examples.example_connector import ExampleConnector
 from penstock.config.kv_transfer import parse_kv_transfer_config
 from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
-from penstock.kv_transfer.example import ExampleConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
 from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
@@ -53,6 +53,8 @@ OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 16, "load_policy": "always"},
 }
+# The connector of `examples/example_connector.py`.
+EXAMPLE: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_connector_module_path": "examples.example_connector"}
 
 
 class Setup(msgspec.Struct):
@@ -200,7 +202,7 @@ STAGES = {(0, 0): Hello(1), (1, 0): Hello(2)}
 
 def test_a_connector_without_support_for_pipeline_ranks_refuses_them(tmp_path: Path) -> None:
     example = ExampleConnector.make_scheduler_connector(
-        context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+        context(**EXAMPLE, kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
     )
     for part in (NullSchedulerConnector(), TensorRanksOnly(), example):
         with pytest.raises(ConfigError, match="pipeline_parallel_size"):
@@ -357,7 +359,7 @@ def test_children_may_use_the_same_transfer_ids() -> None:
 @pytest.fixture
 def example(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """Yields both sides of a connector that has saved the two blocks of a request."""
-    given = context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    given = context(**EXAMPLE, kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
     scheduler, worker = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
     worker.register_kv_caches(OracleMemory(CACHE, (0, 0), range(2)))
     scheduler.on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
@@ -458,7 +460,7 @@ def test_blocks_without_kv_are_not_saved(example: tuple[Any, Any]) -> None:
 def test_engines_share_files_if_weights_and_ranks_are_the_same(
     changes: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
-    given = context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    given = context(**EXAMPLE, kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
     scheduler = make_scheduler_connector(msgspec.structs.replace(given, **changes))
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
 
@@ -466,7 +468,7 @@ def test_engines_share_files_if_weights_and_ranks_are_the_same(
 def test_a_block_is_found_when_every_rank_has_saved_its_part(tmp_path: Path) -> None:
     shards = frozenset({(0, 0), (0, 1)})
     extra = {"shared_storage_path": str(tmp_path)}
-    given = context(shards, kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    given = context(shards, **EXAMPLE, kv_connector_extra_config=extra)
     scheduler = make_scheduler_connector(given)
     scheduler.on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
     metadata = scheduler.build_connector_meta(SchedulerOutput(step=1))
@@ -475,7 +477,7 @@ def test_a_block_is_found_when_every_rank_has_saved_its_part(tmp_path: Path) -> 
         worker.register_kv_caches(OracleMemory(CACHE, shard, range(shard[1], shard[1] + 1)))
         worker.begin_step(metadata)
         assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
-    alone = make_scheduler_connector(context(kv_connector="ExampleConnector", kv_connector_extra_config=extra))
+    alone = make_scheduler_connector(context(**EXAMPLE, kv_connector_extra_config=extra))
     assert alone.get_num_new_matched_tokens(REQUEST, 0) == NO_MATCH, "a single rank has more heads than either of them"
 
 
@@ -483,7 +485,7 @@ def test_layers_that_the_model_does_not_run_are_loaded_at_once(tmp_path: Path) -
     """No hook is called for the layers of a drafter."""
     cache = cache_config(make_layers((0,), 1, has_drafter=True), 8, 4, num_heads=2)
     extra = {"shared_storage_path": str(tmp_path)}
-    given = context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    given = context(cache=cache, **EXAMPLE, kv_connector_extra_config=extra)
     pair = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
     memory = OracleMemory(cache, (0, 0), range(2))
     content = memoryview(bytes(range(memory.stride)))
@@ -502,7 +504,7 @@ def test_the_example_refuses_sliding_windows(windows: tuple[int, ...], tmp_path:
     cache = cache_config(make_layers(windows, 1, has_drafter=False), 8, 4, num_heads=2)
     extra = {"shared_storage_path": str(tmp_path)}
     with pytest.raises(ConfigError, match="without sliding windows"):
-        make_scheduler_connector(context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra))
+        make_scheduler_connector(context(cache=cache, **EXAMPLE, kv_connector_extra_config=extra))
 
 
 # ---- Options of the P2PConnector ----

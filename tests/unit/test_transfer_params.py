@@ -126,8 +126,8 @@ def test_the_listening_address_is_checked() -> None:
 
 
 def test_keys_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    given = {"kv_connector": "ExampleConnector", "kv_rank": 0, "kv_buffer_size": 1e9, "kv_buffer_device": None}
-    config = parse_kv_transfer_config({**given, "kv_connector_extra_config": {"shared_storage_path": "/tmp/none"}})
+    given = {"kv_connector": "OffloadingConnector", "kv_rank": 0, "kv_buffer_size": 1e9, "kv_buffer_device": None}
+    config = parse_kv_transfer_config(given)
     assert config.keys_without_effect == ("kv_rank", "kv_buffer_size")
     context = ConnectorContext(config=config, cache=CACHE, fingerprint=b"f", shards=frozenset({(0, 0)}))
     with caplog.at_level("INFO", "penstock"):

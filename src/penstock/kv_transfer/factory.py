@@ -21,13 +21,15 @@ from penstock.utils.names import did_you_mean
 logger = logging.get_logger(__name__)
 
 CONNECTORS = {
-    "ExampleConnector": "penstock.kv_transfer.example",
     "MooncakeConnector": "penstock.kv_transfer.p2p.connector",
     "MultiConnector": "penstock.kv_transfer.multi",
     "NixlConnector": "penstock.kv_transfer.p2p.connector",
     "OffloadingConnector": "penstock.kv_transfer.offload.connector",
     "P2PConnector": "penstock.kv_transfer.p2p.connector",
 }
+
+# Connectors of the repository that are not part of the package, by the module to name in kv_connector_module_path.
+_EXAMPLES = {"ExampleConnector": "examples.example_connector"}
 
 _ONE_WAY = {"kv_producer": SavesOnly, "kv_consumer": LoadsOnly}
 
@@ -109,6 +111,11 @@ def _children(config: KVTransferConfig) -> Iterable[KVTransferConfig]:
 
 def _find(config: KVTransferConfig) -> Connector:
     name, path = config.kv_connector, config.kv_connector_module_path
+    if path is None and name in _EXAMPLES:
+        raise ConfigError(
+            f"the {name} is in the repository's examples: start in its root folder with PYTHONPATH=., and set "
+            f'kv_connector_module_path to "{_EXAMPLES[name]}"'
+        )
     if path is None and name not in CONNECTORS:
         raise ConfigError(
             f"unknown kv_connector {name!r}{did_you_mean(name, tuple(CONNECTORS))}: choose one of "

@@ -2,8 +2,13 @@
 
 An engine that finds a prompt's first blocks in the folder loads them instead of computing them. Loads are synchronous
 and layer by layer: the step that needs them waits for each layer's bytes right before that layer attends. Saves happen
-one step after a block is complete, before anything can overwrite it. `docs/adding_a_connector.md` walks through this
-file.
+one step after a block is complete, before anything can overwrite it. `docs/adding_a_connector.md` explains each method.
+
+It is not part of the package and is therefore named by its module. In the repository's root folder:
+
+    PYTHONPATH=. penstock serve --kv-transfer-config '{"kv_connector": "ExampleConnector",
+        "kv_connector_module_path": "examples.example_connector",
+        "kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"}}'
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from penstock.utils.layer_hooks import LayerHooks
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import register_kind
 
-logger = get_logger(__name__)
+logger = get_logger("penstock.example_connector")  # loggers under this name are set up
 
 Placed = tuple[int, str]
 """(block id, name of its KV file, which may not exist yet)."""

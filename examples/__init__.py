@@ -1,0 +1,1 @@
+"""Examples. Penstock's wheel does not contain them."""
