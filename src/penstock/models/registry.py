@@ -1,21 +1,39 @@
-"""The supported architectures: each Hugging Face `model_type` has a module of its name, with underscores, imported on
-first use.
+"""The supported architectures, by Hugging Face `model_type`.
+
+A family that is Llama or BERT with other names or switches is an entry here; others are modules like `decoder`.
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+from functools import partial
 
 from penstock.config.model import ModelConfig
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Architecture, Decoder
 from penstock.models.encoder import Encoder, EncoderArchitecture
+from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
 from penstock.utils.errors import ConfigError
 
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
-ENCODERS = ("bert", "roberta", "xlm-roberta")
+MODELS = {
+    # Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288).
+    "llama": Architecture(GroupedQueryAttention, GatedMLP),
+    # Jiang et al. 2023, arXiv:2310.06825: with a sliding window, which the configuration gives.
+    "mistral": Architecture(GroupedQueryAttention, GatedMLP),
+    # Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): with biases on queries, keys and values.
+    "qwen2": Architecture(partial(GroupedQueryAttention, qkv_bias=True), GatedMLP),
+    # Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): with a norm on every query and key head.
+    "qwen3": Architecture(partial(GroupedQueryAttention, head_norms=True), GatedMLP),
+}
+ENCODERS = {
+    # Devlin et al. 2018, arXiv:1810.04805. A classifier reads the result of BERT's pooler.
+    "bert": EncoderArchitecture("bert", head_dense="bert.pooler.dense", head_out="classifier"),
+    # Liu et al. 2019, arXiv:1907.11692: with positions counted from the padding token's id, which the configuration
+    # states, and a classifier of its own.
+    "roberta": EncoderArchitecture("roberta", head_dense="classifier.dense", head_out="classifier.out_proj"),
+    # Conneau et al. 2019, arXiv:1911.02116: RoBERTa with another vocabulary.
+    "xlm-roberta": EncoderArchitecture("roberta", head_dense="classifier.dense", head_out="classifier.out_proj"),
+}
 
 
 def check_supported(config: ModelConfig) -> None:
@@ -41,7 +59,7 @@ def build_model(
     Raises ConfigError for an unknown architecture or an unsuitable checkpoint.
     """
     check_supported(config)
-    return Decoder(_module(config).ARCHITECTURE, config, weights, aux_layers, stage, feeds_head, has_logits)
+    return Decoder(MODELS[config.model_type], config, weights, aux_layers, stage, feeds_head, has_logits)
 
 
 def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
@@ -52,8 +70,4 @@ def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
 
 def encoder_architecture(config: ModelConfig) -> EncoderArchitecture:
     """Returns how an encoder's checkpoints name their tensors."""
-    return _module(config).ARCHITECTURE
-
-
-def _module(config: ModelConfig) -> ModuleType:
-    return importlib.import_module(f"penstock.models.{config.model_type.replace('-', '_')}")
+    return ENCODERS[config.model_type]
