@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from types import ModuleType
 
 import torch
 
@@ -25,6 +26,12 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def has_gpu_kernels(device: torch.device) -> bool:
     """Whether the device uses the Triton kernels."""
     return device.type != "cpu" or is_interpreted()
+
+
+@functools.cache
+def triton_module(name: str) -> ModuleType:
+    """Imports the module `name` of `penstock.kernels.triton`, which a CPU does not need."""
+    return importlib.import_module(f"penstock.kernels.triton.{name}")
 
 
 @functools.cache

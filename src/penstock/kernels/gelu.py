@@ -6,14 +6,10 @@ float32, rounded to the dtype once. A number's result depends on that number alo
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 
 def gelu(x: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
@@ -22,15 +18,9 @@ def gelu(x: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
     native = library() if x.is_cpu else None
     if native is None:
         return x.copy_(gelu_reference(x, is_tanh))
-    _native_gelu(native)(x.data_ptr(), *x.shape, num_threads(), is_tanh, DTYPE_CODES[x.dtype])
+    native.function("gelu", "pnnnii")(x.data_ptr(), *x.shape, num_threads(), is_tanh, DTYPE_CODES[x.dtype])
     return x
 
 
 def gelu_reference(x: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
     return F.gelu(x.float(), approximate="tanh" if is_tanh else "none").to(x.dtype)
-
-
-@functools.cache
-def _native_gelu(native: NativeLibrary) -> Callable[..., int | None]:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    return native.function("gelu", [pointer, size, size, size, ctypes.c_int32, ctypes.c_int32])

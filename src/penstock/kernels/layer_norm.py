@@ -8,14 +8,10 @@ depends only on that row.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 
 def layer_norm(
@@ -34,7 +30,7 @@ def layer_norm(
     rows, hidden = x.shape
     added = None if residual is None else residual.data_ptr()
     pointers = (x.data_ptr(), added, weight.data_ptr(), bias.data_ptr(), out.data_ptr())
-    _native_layer_norm(native)(*pointers, rows, hidden, num_threads(), eps, DTYPE_CODES[x.dtype])
+    native.function("layer_norm", "pppppnnnfi")(*pointers, rows, hidden, num_threads(), eps, DTYPE_CODES[x.dtype])
     return out
 
 
@@ -54,9 +50,3 @@ def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
         assert tensor.shape == x.shape[1:] and tensor.dtype == x.dtype and tensor.is_contiguous(), (
             f"{name} is {tuple(tensor.shape)} {tensor.dtype} for {tuple(x.shape)} {x.dtype}"
         )
-
-
-@functools.cache
-def _native_layer_norm(native: NativeLibrary) -> Callable[..., int | None]:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    return native.function("layer_norm", [*[pointer] * 5, size, size, size, ctypes.c_float, ctypes.c_int32])

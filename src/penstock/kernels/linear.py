@@ -98,19 +98,14 @@ class _Descriptor(ctypes.Structure):
 
 class _NativeLinear:
     def __init__(self, native: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, is_wide: bool) -> None:
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
-        packed_bytes = native.function("linear_packed_bytes", [pointer], size)
-        pack = native.function("linear_pack", [pointer, pointer, size])
-        self._run = native.function("linear", [pointer, pointer, pointer, size, size])
+        self._run = native.function("linear", "pppnn")
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         out_features, in_features = weight.shape
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype], is_wide)
-        count = packed_bytes(ctypes.addressof(descriptor))
-        assert count is not None
-        self._packed = aligned_bytes(count)
+        self._packed = aligned_bytes(native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor)))
         descriptor.weight = self._packed.data_ptr()
         descriptor.bias = None if self._bias is None else self._bias.data_ptr()
-        pack(ctypes.addressof(descriptor), weight.data_ptr(), num_threads())
+        native.function("linear_pack", "ppn")(ctypes.addressof(descriptor), weight.data_ptr(), num_threads())
         self._descriptor = descriptor
         self._address = ctypes.addressof(descriptor)
 

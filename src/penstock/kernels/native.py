@@ -28,6 +28,7 @@ from penstock.utils.errors import ConfigError
 
 PREFERENCE = ("amx", "avx512", "avx2", "generic")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 logger = logging.get_logger(__name__)
 
 _MISSING = (
@@ -67,23 +68,27 @@ class NativeLibrary:
         self.isa = isa
         self.path = _LIBRARY_PATH
         self._handle = handle
+        self._functions: dict[str, Callable[..., Any]] = {}
 
-    def function(self, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., int | None]:
-        """The C function `penstock_<name>_<isa>` with its signature declared.
+    def function(self, name: str, arguments: str, result: str | None = None) -> Callable[..., Any]:
+        """Returns the C function `penstock_<name>_<isa>`.
 
-        ctypes releases the GIL during the call; pass tensors as `tensor.data_ptr()` for `ctypes.c_void_p`.
+        `arguments` has a letter for each: p is a pointer, n an int64, i an int32, f a float; `result` is one, or None.
+        ctypes releases the GIL during the call; pass tensors as `tensor.data_ptr()`.
         """
-        return self._declare(f"penstock_{name}_{self.isa}", argtypes, restype)
+        return self._declare(f"{name}_{self.isa}", arguments, result)
 
-    def common_function(self, name: str, argtypes: list[type], restype: type) -> Callable[..., int]:
-        """Like `function`, for functions compiled once for all instruction sets: `penstock_<name>`."""
-        return self._declare(f"penstock_{name}", argtypes, restype)
+    def common_function(self, name: str, arguments: str) -> Callable[..., int]:
+        """Does the same for `penstock_<name>`, compiled once for all instruction sets, which returns an int32."""
+        return self._declare(name, arguments, "i")
 
-    def _declare(self, name: str, argtypes: list[type], restype: type | None) -> Callable[..., Any]:
-        function = getattr(self._handle, name)
-        function.argtypes = argtypes
-        function.restype = restype
-        return function
+    def _declare(self, name: str, arguments: str, result: str | None) -> Callable[..., Any]:
+        if name not in self._functions:
+            function = getattr(self._handle, f"penstock_{name}")
+            function.argtypes = [_TYPES[letter] for letter in arguments]
+            function.restype = result and _TYPES[result]
+            self._functions[name] = function
+        return self._functions[name]
 
 
 @functools.cache

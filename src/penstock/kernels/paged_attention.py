@@ -12,13 +12,9 @@ tests compare with it, and a machine without the native library uses it.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-
 import torch
 
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 _TILE = 64
 _ROWS = 32
@@ -63,7 +59,7 @@ def _attend(
         return _attend_reference(q, kv_cache, requests, scale, sliding_window, is_causal=is_causal)
     tokens, num_heads, head_dim = q.shape
     out = q.new_empty((tokens, num_heads * head_dim))
-    _native_paged_attention(native)(
+    native.function("paged_attention", "pnppnpppnnnnnnnnfii")(
         q.data_ptr(),
         q.stride(0),
         kv_cache.data_ptr(),
@@ -200,10 +196,3 @@ def _check(
     assert block_table.stride(1) == 1 and query_start_loc.is_contiguous() and seq_lens.is_contiguous(), (
         f"block table has strides {block_table.stride()}"
     )
-
-
-@functools.cache
-def _native_paged_attention(native: NativeLibrary) -> Callable[..., int | None]:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    pointers = [pointer, size, pointer, pointer, size, pointer, pointer, pointer]
-    return native.function("paged_attention", [*pointers, *[size] * 8, ctypes.c_float, ctypes.c_int32, ctypes.c_int32])

@@ -9,13 +9,11 @@ request r of the batch, state row s = idx_mapping[r], n = query_len[r] tokens:
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
-from penstock.kernels.dispatch import uses_triton
+from penstock.kernels.dispatch import triton_module, uses_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +64,9 @@ def store_drafts(
 ) -> None:
     """Stores drafts for verification, and after the last known tokens, where a gap becomes token 0."""
     if uses_triton(proposed):
-        _triton().store_drafts(proposed, rows, num_computed, drafts, token_ids)
+        triton_module("prepare_inputs").store_drafts(proposed, rows, num_computed, drafts, token_ids)
         return
     count = proposed.shape[1]
     drafts[rows, :count] = proposed
     places = num_computed[rows] + 1 + torch.arange(count, device=rows.device)
     token_ids[rows[:, None], places] = proposed.clamp(min=0).to(token_ids.dtype)
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from penstock.kernels.triton import prepare_inputs as module
-
-    return module

@@ -18,12 +18,13 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.kernels.native import NativeLibrary, library
+from penstock.kernels.native import library
 
 DONE, PENDING, LOST, DISAGREE = range(4)
 
 _SLICE_S = 0.1
 _CHUNK = 256 << 10
+_GATHER = "ppnnnpn"  # arguments of the native function
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
 
 # Offsets in a group's and in a channel's control block, as in native/ranks.cpp; ARRIVALS is the reference's.
@@ -84,20 +85,22 @@ def gather(seat: GroupSeat, part: torch.Tensor, out: torch.Tensor, first_column:
         return _arrive(seat, _shape(out))
     element, (rows, columns) = part.element_size(), part.shape
     address, row_bytes = out.data_ptr() + first_column * element, out.shape[1] * element
-    run, stride = _native_gather(native), part.stride(0) * element
+    run, stride = native.common_function("group_gather", _GATHER), part.stride(0) * element
     return run(ctypes.byref(seat), part.data_ptr(), rows, columns * element, stride, address, row_bytes)
 
 
 def barrier(seat: GroupSeat) -> int:
     """Returns DONE when every rank has called this."""
     native = library()
-    return _arrive(seat, 0) if native is None else _native_gather(native)(ctypes.byref(seat), None, 0, 0, 0, None, 0)
+    if native is None:
+        return _arrive(seat, 0)
+    return native.common_function("group_gather", _GATHER)(ctypes.byref(seat), None, 0, 0, 0, None, 0)
 
 
 def wait(seat: GroupSeat) -> int:
     """Continues a gather or a barrier that was PENDING."""
     native = library()
-    return _wait_for_arrivals(seat) if native is None else _native_wait(native)(ctypes.byref(seat))
+    return _wait_for_arrivals(seat) if native is None else native.common_function("group_wait", "p")(ctypes.byref(seat))
 
 
 def write(end: ChannelEnd, pieces: Pieces) -> int:
@@ -106,7 +109,7 @@ def write(end: ChannelEnd, pieces: Pieces) -> int:
     if native is None:
         return _write_reference(end, pieces)
     addresses, sizes, done = pieces.addresses, pieces.sizes, ctypes.byref(pieces.done)
-    return _native_write(native)(ctypes.byref(end), addresses, sizes, len(sizes), done)
+    return native.common_function("channel_write", "pppnp")(ctypes.byref(end), addresses, sizes, len(sizes), done)
 
 
 def read(end: ChannelEnd, data: torch.Tensor, done: ctypes.c_int64) -> int:
@@ -115,7 +118,9 @@ def read(end: ChannelEnd, data: torch.Tensor, done: ctypes.c_int64) -> int:
     native = library()
     if native is None:
         return _read_reference(end, data, done)
-    return _native_read(native)(ctypes.byref(end), data.data_ptr(), data.nbytes, ctypes.byref(done))
+    return native.common_function("channel_read", "ppnp")(
+        ctypes.byref(end), data.data_ptr(), data.nbytes, ctypes.byref(done)
+    )
 
 
 def has_begun(end: ChannelEnd) -> bool:
@@ -254,27 +259,3 @@ def _read_reference(end: ChannelEnd, data: torch.Tensor, done: ctypes.c_int64) -
         _fence()
         taken.value += count
     return DONE
-
-
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-
-
-@functools.cache
-def _native_gather(native: NativeLibrary) -> Callable[..., int]:
-    arguments = [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE]
-    return native.common_function("group_gather", arguments, ctypes.c_int32)
-
-
-@functools.cache
-def _native_wait(native: NativeLibrary) -> Callable[..., int]:
-    return native.common_function("group_wait", [_POINTER], ctypes.c_int32)
-
-
-@functools.cache
-def _native_write(native: NativeLibrary) -> Callable[..., int]:
-    return native.common_function("channel_write", [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER], ctypes.c_int32)
-
-
-@functools.cache
-def _native_read(native: NativeLibrary) -> Callable[..., int]:
-    return native.common_function("channel_read", [_POINTER, _POINTER, _SIZE, _POINTER], ctypes.c_int32)

@@ -8,15 +8,10 @@ product is rounded again, as Hugging Face's models do. A row's result depends on
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.dispatch import triton_module, uses_triton
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 
 def rms_norm(
@@ -27,16 +22,8 @@ def rms_norm(
     """[T, H]: the normalised rows of `x`."""
     _check(x, weight)
     if uses_triton(x):
-        return _triton().rms_norm(x, weight, eps)
-    native = library()
-    if native is None:
-        return rms_norm_reference(x, weight, eps)
-    out = torch.empty_like(x)
-    rows, hidden = x.shape
-    run = _native_rms_norm(native)
-    pointers = (x.data_ptr(), None, weight.data_ptr(), out.data_ptr())
-    run(*pointers, rows, hidden, num_threads(), eps, DTYPE_CODES[x.dtype])
-    return out
+        return triton_module("rms_norm").rms_norm(x, weight, eps)
+    return rms_norm_reference(x, weight, eps) if library() is None else _native(x, None, weight, eps)
 
 
 def add_rms_norm(
@@ -50,15 +37,16 @@ def add_rms_norm(
     assert residual.shape == x.shape and residual.dtype == x.dtype, f"{residual.shape} {residual.dtype} for {x.shape}"
     assert residual.is_contiguous(), f"residual has strides {residual.stride()}"
     if uses_triton(x):
-        return _triton().add_rms_norm(x, residual, weight, eps)
-    native = library()
-    if native is None:
-        return add_rms_norm_reference(x, residual, weight, eps)
-    out = torch.empty_like(x)
-    rows, hidden = x.shape
-    run = _native_rms_norm(native)
-    pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr())
-    run(*pointers, rows, hidden, num_threads(), eps, DTYPE_CODES[x.dtype])
+        return triton_module("rms_norm").add_rms_norm(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps) if library() is None else _native(x, residual, weight, eps)
+
+
+def _native(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    native, out = library(), torch.empty_like(x)
+    assert native is not None
+    added = None if residual is None else residual.data_ptr()
+    run = native.function("rms_norm", "ppppnnnfi")
+    run(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, num_threads(), eps, DTYPE_CODES[x.dtype])
     return out
 
 
@@ -77,17 +65,3 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     assert x.dtype in DTYPE_CODES and weight.dtype == x.dtype, f"x is {x.dtype}, weight is {weight.dtype}"
     assert x.dim() == 2 and weight.shape == x.shape[1:], f"x is {tuple(x.shape)}, weight is {tuple(weight.shape)}"
     assert x.is_contiguous() and weight.is_contiguous(), f"x has strides {x.stride()}, weight {weight.stride()}"
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from penstock.kernels.triton import rms_norm as module
-
-    return module
-
-
-@functools.cache
-def _native_rms_norm(native: NativeLibrary) -> Callable[..., int | None]:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    signature = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, ctypes.c_int32]
-    return native.function("rms_norm", signature)

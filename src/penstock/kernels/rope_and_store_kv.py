@@ -10,15 +10,10 @@ the unit that transfers move. Slot = block_id * block_size + offset in the block
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.dispatch import triton_module, uses_triton
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 from penstock.kernels.rms_norm import rms_norm_reference
 
 MAX_HEAD_DIM = 512
@@ -45,13 +40,13 @@ def rope_and_store_kv(
         )
     arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)
     if uses_triton(qkv):
-        _triton().rope_and_store_kv(*arguments)
+        triton_module("rope_and_store_kv").rope_and_store_kv(*arguments)
         return
     native = library()
     if native is None:
         rope_and_store_kv_reference(*arguments)
         return
-    _native_rope_and_store_kv(native)(
+    native.function("rope_and_store_kv", "pppppppnnnnnnnfi")(
         qkv.data_ptr(),
         kv_cache.data_ptr(),
         cos_sin.data_ptr(),
@@ -136,16 +131,3 @@ def _check(
     assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
     for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from penstock.kernels.triton import rope_and_store_kv as module
-
-    return module
-
-
-@functools.cache
-def _native_rope_and_store_kv(native: NativeLibrary) -> Callable[..., int | None]:
-    pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 7
-    return native.function("rope_and_store_kv", [*pointers, *sizes, ctypes.c_float, ctypes.c_int32])

@@ -5,16 +5,11 @@ float32 throughout, rounded to the dtype once, after the product. A row's result
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.dispatch import triton_module, uses_triton
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -23,13 +18,13 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
     assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
     if uses_triton(gate_up):
-        return _triton().silu_and_mul(gate_up)
+        return triton_module("silu_and_mul").silu_and_mul(gate_up)
     native = library()
     if native is None:
         return silu_and_mul_reference(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
-    run, threads = _native_silu_and_mul(native), num_threads()
+    run, threads = native.function("silu_and_mul", "ppnnni"), num_threads()
     run(gate_up.data_ptr(), out.data_ptr(), rows, width, threads, DTYPE_CODES[gate_up.dtype])
     return out
 
@@ -37,16 +32,3 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from penstock.kernels.triton import silu_and_mul as module
-
-    return module
-
-
-@functools.cache
-def _native_silu_and_mul(native: NativeLibrary) -> Callable[..., int | None]:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    return native.function("silu_and_mul", [pointer, pointer, size, size, size, ctypes.c_int32])
