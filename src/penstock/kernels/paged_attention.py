@@ -60,26 +60,11 @@ def _attend(
     tokens, num_heads, head_dim = q.shape
     out = q.new_empty((tokens, num_heads * head_dim))
     native.function("paged_attention", "pnppnpppnnnnnnnnfii")(
-        q.data_ptr(),
-        q.stride(0),
-        kv_cache.data_ptr(),
-        block_table.data_ptr(),
-        block_table.stride(0),
-        query_start_loc.data_ptr(),
-        seq_lens.data_ptr(),
-        out.data_ptr(),
-        tokens,
-        seq_lens.shape[0],
-        num_heads,
-        kv_cache.shape[2],
-        head_dim,
-        kv_cache.shape[3],
-        sliding_window,
-        num_threads(),
-        scale,
-        DTYPE_CODES[q.dtype],
-        is_causal,
-    )
+        q.data_ptr(), q.stride(0), kv_cache.data_ptr(), block_table.data_ptr(), block_table.stride(0),
+        query_start_loc.data_ptr(), seq_lens.data_ptr(), out.data_ptr(),
+        tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, kv_cache.shape[3], sliding_window,
+        num_threads(), scale, DTYPE_CODES[q.dtype], is_causal,
+    )  # fmt: skip
     return out
 
 

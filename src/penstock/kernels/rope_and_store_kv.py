@@ -47,23 +47,11 @@ def rope_and_store_kv(
         rope_and_store_kv_reference(*arguments)
         return
     native.function("rope_and_store_kv", "pppppppnnnnnnnfi")(
-        qkv.data_ptr(),
-        kv_cache.data_ptr(),
-        cos_sin.data_ptr(),
-        positions.data_ptr(),
-        slot_mapping.data_ptr(),
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
-        qkv.shape[0],
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        cos_sin.shape[1],
-        kv_cache.shape[3],
-        num_threads(),
-        eps,
-        DTYPE_CODES[qkv.dtype],
-    )
+        qkv.data_ptr(), kv_cache.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
+        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+        qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[1], kv_cache.shape[3],
+        num_threads(), eps, DTYPE_CODES[qkv.dtype],
+    )  # fmt: skip
 
 
 def rope_and_store_kv_reference(

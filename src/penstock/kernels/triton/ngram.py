@@ -31,35 +31,20 @@ def propose_ngrams(
     assert token_ids.stride(1) == 1 and drafts.is_contiguous(), f"{token_ids.stride()} {drafts.stride()}"
     assert 0 < shortest <= longest, f"{shortest} to {longest} tokens"
     _propose_ngrams[(num_rows,)](
-        token_ids,
-        rows,
-        num_computed,
-        drafts,
-        token_ids.stride(0),
-        num_drafts,
-        shortest,
-        longest,
-        _BLOCK,
+        token_ids, rows, num_computed, drafts, token_ids.stride(0), num_drafts, shortest, longest, _BLOCK,
         triton.next_power_of_2(num_drafts),
         num_warps=_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["token_stride"], do_not_specialize_on_alignment=["rows_ptr", "num_computed_ptr", "drafts_ptr"]
 )
 def _propose_ngrams(
-    token_ids_ptr,
-    rows_ptr,
-    num_computed_ptr,
-    drafts_ptr,
-    token_stride,
-    num_drafts: tl.constexpr,
-    shortest: tl.constexpr,
-    longest: tl.constexpr,
-    block: tl.constexpr,
+    token_ids_ptr, rows_ptr, num_computed_ptr, drafts_ptr, token_stride,
+    num_drafts: tl.constexpr, shortest: tl.constexpr, longest: tl.constexpr, block: tl.constexpr,
     drafts_tile: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
     length = tl.where(row >= 0, tl.load(num_computed_ptr + index) + 1, 0)

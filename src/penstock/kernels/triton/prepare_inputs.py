@@ -79,31 +79,12 @@ def prepare_inputs(
     assert out.block_tables.stride(2) == out.slot_mapping.stride(1) == 1, f"{out.block_tables.stride()}"
     assert num_computed.is_contiguous() and token_ids.stride(1) == 1 and block_tables.is_contiguous(), "strides"
     _prepare_inputs[(num_reqs + 1, num_groups + 1)](
-        idx_mapping,
-        query_start_loc,
-        num_computed,
-        token_ids,
-        block_tables,
-        out.rows,
-        out.positions,
-        out.input_ids,
-        out.seq_lens,
-        out.block_tables,
-        out.slot_mapping,
-        num_reqs,
-        num_tokens,
-        token_ids.stride(0),
-        block_tables.stride(0),
-        out.block_tables.stride(0),
-        out.block_tables.stride(1),
-        out.slot_mapping.stride(0),
-        max_blocks,
-        ahead,
-        last_position,
-        block_size,
-        _BLOCK,
+        idx_mapping, query_start_loc, num_computed, token_ids, block_tables, out.rows, out.positions, out.input_ids,
+        out.seq_lens, out.block_tables, out.slot_mapping, num_reqs, num_tokens, token_ids.stride(0),
+        block_tables.stride(0), out.block_tables.stride(0), out.block_tables.stride(1), out.slot_mapping.stride(0),
+        max_blocks, ahead, last_position, block_size, _BLOCK,
         num_warps=_WARPS,
-    )
+    )  # fmt: skip
 
 
 def prepare_sampling(
@@ -120,18 +101,10 @@ def prepare_sampling(
     assert seq_lens.shape == (num_reqs,), f"{tuple(seq_lens.shape)} for {num_reqs} requests"
     assert out.positions.shape == out.indices.shape == (num_logits,), f"{out.positions.shape} {out.indices.shape}"
     _prepare_sampling[(num_reqs + 1,)](
-        idx_mapping,
-        query_start_loc,
-        logits_start_loc,
-        seq_lens,
-        out.rows,
-        out.positions,
-        out.indices,
-        num_reqs,
-        num_logits,
-        _WINDOW_BLOCK,
+        idx_mapping, query_start_loc, logits_start_loc, seq_lens, out.rows, out.positions, out.indices, num_reqs,
+        num_logits, _WINDOW_BLOCK,
         num_warps=_WINDOW_WARPS,
-    )
+    )  # fmt: skip
 
 
 def finish_step(
@@ -150,17 +123,10 @@ def finish_step(
     assert num_accepted.shape == seq_lens.shape == (num_reqs,), f"{num_accepted.shape} {seq_lens.shape} {num_reqs}"
     assert num_computed.is_contiguous() and token_ids.stride(1) == 1, "strides"
     _finish_step[(num_reqs,)](
-        sampled,
-        logits_start_loc,
-        num_accepted,
-        idx_mapping,
-        seq_lens,
-        num_computed,
-        token_ids,
-        token_ids.stride(0),
+        sampled, logits_start_loc, num_accepted, idx_mapping, seq_lens, num_computed, token_ids, token_ids.stride(0),
         _WINDOW_BLOCK,
         num_warps=_WINDOW_WARPS,
-    )
+    )  # fmt: skip
 
 
 def store_drafts(
@@ -178,18 +144,10 @@ def store_drafts(
     if not count:
         return
     _store_drafts[(count,)](
-        proposed,
-        rows,
-        num_computed,
-        drafts,
-        token_ids,
-        num_drafts,
-        proposed.stride(0),
-        drafts.stride(0),
-        token_ids.stride(0),
-        _WINDOW_BLOCK,
+        proposed, rows, num_computed, drafts, token_ids, num_drafts, proposed.stride(0), drafts.stride(0),
+        token_ids.stride(0), _WINDOW_BLOCK,
         num_warps=_WINDOW_WARPS,
-    )
+    )  # fmt: skip
 
 
 # Buffers are cut to a step's size and strides follow from configured limits: neither may cause a new compilation.
@@ -204,30 +162,11 @@ def store_drafts(
     ],
 )  # fmt: skip
 def _prepare_inputs(
-    idx_mapping_ptr,
-    starts_ptr,
-    num_computed_ptr,
-    token_ids_ptr,
-    tables_ptr,
-    rows_ptr,
-    positions_ptr,
-    input_ids_ptr,
-    seq_lens_ptr,
-    out_tables_ptr,
-    slots_ptr,
-    num_reqs,
-    num_tokens,
-    token_stride,
-    table_group_stride,
-    out_group_stride,
-    out_row_stride,
-    slot_group_stride,
-    max_blocks,
-    ahead,
-    last_position,
-    block_size: tl.constexpr,
-    block: tl.constexpr,
-):
+    idx_mapping_ptr, starts_ptr, num_computed_ptr, token_ids_ptr, tables_ptr, rows_ptr, positions_ptr, input_ids_ptr,
+    seq_lens_ptr, out_tables_ptr, slots_ptr, num_reqs, num_tokens, token_stride, table_group_stride, out_group_stride,
+    out_row_stride, slot_group_stride, max_blocks, ahead, last_position,
+    block_size: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64) - 1  # -1 are the tokens themselves
     start = tl.load(starts_ptr + request)
@@ -295,17 +234,10 @@ def _pad_tokens(rows_ptr, positions_ptr, input_ids_ptr, slots_ptr, start, num_to
     ],
 )  # fmt: skip
 def _prepare_sampling(
-    idx_mapping_ptr,
-    query_starts_ptr,
-    starts_ptr,
-    seq_lens_ptr,
-    rows_ptr,
-    positions_ptr,
-    indices_ptr,
-    num_reqs,
+    idx_mapping_ptr, query_starts_ptr, starts_ptr, seq_lens_ptr, rows_ptr, positions_ptr, indices_ptr, num_reqs,
     num_logits,
     block: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0)
     is_request = request < num_reqs
     start = tl.load(starts_ptr + request)
@@ -330,16 +262,10 @@ def _prepare_sampling(
     do_not_specialize_on_alignment=["sampled_ptr", "starts_ptr", "num_accepted_ptr", "idx_mapping_ptr", "seq_lens_ptr"],
 )
 def _finish_step(
-    sampled_ptr,
-    starts_ptr,
-    num_accepted_ptr,
-    idx_mapping_ptr,
-    seq_lens_ptr,
-    num_computed_ptr,
-    token_ids_ptr,
+    sampled_ptr, starts_ptr, num_accepted_ptr, idx_mapping_ptr, seq_lens_ptr, num_computed_ptr, token_ids_ptr,
     token_stride,
     block: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0)
     row = tl.load(idx_mapping_ptr + request)
     if row >= 0:
@@ -363,17 +289,10 @@ def _finish_step(
     do_not_specialize_on_alignment=["proposed_ptr", "rows_ptr"],
 )
 def _store_drafts(
-    proposed_ptr,
-    rows_ptr,
-    num_computed_ptr,
-    drafts_ptr,
-    token_ids_ptr,
-    num_drafts,
-    proposed_stride,
-    draft_stride,
+    proposed_ptr, rows_ptr, num_computed_ptr, drafts_ptr, token_ids_ptr, num_drafts, proposed_stride, draft_stride,
     token_stride,
     block: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0)
     row = tl.load(rows_ptr + request)
     if row >= 0:

@@ -56,15 +56,9 @@ def _launch(
 
 @triton.jit
 def _rms_norm(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    eps,
-    hidden: tl.constexpr,
-    block: tl.constexpr,
-    adds: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps,
+    hidden: tl.constexpr, block: tl.constexpr, adds: tl.constexpr,
+):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * hidden
     place = tl.arange(0, block)
     is_inside = place < hidden

@@ -47,26 +47,12 @@ def rope_and_store_kv(
     rest = head_dim - 2 * half
     heads_tile = max(_ELEMENTS // triton.next_power_of_2(head_dim), 1)
     _rope_and_store_kv[(tokens, triton.cdiv(all_heads, heads_tile))](
-        qkv,
-        cos_sin,
-        positions,
-        kv_cache,
-        slot_mapping,
-        qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
-        eps,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        half,
-        triton.next_power_of_2(half),
-        triton.next_power_of_2(rest) if rest else 0,
-        q_norm is not None,
-        k_norm is not None,
-        heads_tile,
+        qkv, cos_sin, positions, kv_cache, slot_mapping, qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm, eps, num_heads, num_kv_heads, head_dim, block_size, half,
+        triton.next_power_of_2(half), triton.next_power_of_2(rest) if rest else 0, q_norm is not None,
+        k_norm is not None, heads_tile,
         num_warps=_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])

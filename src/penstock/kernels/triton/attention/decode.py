@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.attention.plan import DecodeTile, Workspace
+from penstock.kernels.triton.attention.plan import DecodeTile, Operands, Workspace
 from penstock.kernels.triton.attention.splits import (
     attend_split,
     finish_split,
@@ -27,92 +27,36 @@ from penstock.kernels.triton.attention.splits import (
 from penstock.kernels.triton.attention.tiles import BATCH
 
 
-def launch_decode(
-    q: torch.Tensor,  # [T, Hq, D]
-    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
-    box: object,  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
-    block_table: torch.Tensor,  # [R, max_blocks] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    seq_lens: torch.Tensor,  # [R] int32
-    scale: float,  # times log2(e)
-    sliding_window: int,
-    tile: DecodeTile,
-    workspace: Workspace,
-    out: torch.Tensor,  # [T, Hq * D], written
-) -> None:
+def launch_decode(q: torch.Tensor, operands: Operands, tile: DecodeTile, workspace: Workspace) -> None:
+    """`q` is [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    num_reqs = seq_lens.shape[0]
+    num_kv_heads, block_size = operands.kv_cache.shape[2:4]
+    num_reqs = operands.seq_lens.shape[0]
     _decode[(num_reqs * tile.row_tiles, num_kv_heads, tile.max_splits)](
-        q,
-        kv_cache,
-        box,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        out,
-        workspace.parts,
-        workspace.stats,
-        workspace.counters,
-        scale,
-        num_tokens,
-        num_reqs,
-        block_table.stride(0),
-        tile.max_splits,
-        q.stride(0),
-        num_heads // num_kv_heads,
-        num_kv_heads,
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        block_size,
-        sliding_window,
-        tile.rows,
-        tile.row_tiles,
-        tile.merge_rows,
-        tile.keys,
-        tile.split,
-        tile.use_tma,
-        tile.merges,
-        "ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
-    launch_merge(query_start_loc, seq_lens, head_dim, num_kv_heads, sliding_window, tile, workspace, out)
+        q, operands.kv_cache, operands.box, operands.block_table, operands.query_start_loc, operands.seq_lens,
+        operands.out, workspace.parts, workspace.stats, workspace.counters, operands.scale,
+        num_tokens, num_reqs, operands.block_table.stride(0), tile.max_splits, q.stride(0),
+        num_heads // num_kv_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
+        block_size, operands.sliding_window, tile.rows, tile.row_tiles,
+        tile.merge_rows, tile.keys, tile.split, tile.use_tma,
+        tile.merges, "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    launch_merge(operands, tile, workspace)
 
 
-def launch_merge(
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    head_dim: int,
-    num_kv_heads: int,
-    sliding_window: int,
-    tile: DecodeTile,
-    workspace: Workspace,
-    out: torch.Tensor,  # [T, Hq * D], written
-) -> None:
+def launch_merge(operands: Operands, tile: DecodeTile, workspace: Workspace) -> None:
     """Merges the splits in a separate kernel, if the programs do not merge them."""
     if tile.merges or tile.max_splits == 1:
         return
-    _merge[(seq_lens.shape[0] * tile.row_tiles, num_kv_heads)](
-        query_start_loc,
-        seq_lens,
-        out,
-        workspace.parts,
-        workspace.stats,
-        tile.max_splits,
-        out.shape[1] // (num_kv_heads * head_dim),
-        num_kv_heads,
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        sliding_window,
-        tile.rows,
-        tile.row_tiles,
-        tile.merge_rows,
+    num_kv_heads, _, head_dim = operands.kv_cache.shape[2:]
+    _merge[(operands.seq_lens.shape[0] * tile.row_tiles, num_kv_heads)](
+        operands.query_start_loc, operands.seq_lens, operands.out, workspace.parts, workspace.stats, tile.max_splits,
+        operands.out.shape[1] // (num_kv_heads * head_dim), num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
+        operands.sliding_window, tile.rows, tile.row_tiles, tile.merge_rows,
         tile.split,
-        num_warps=tile.warps,
-        enable_fp_fusion=False,
-    )
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit(

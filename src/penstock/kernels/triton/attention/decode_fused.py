@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.attention.decode import launch_merge
-from penstock.kernels.triton.attention.plan import DecodeTile, Workspace
+from penstock.kernels.triton.attention.plan import DecodeTile, Operands, Workspace
 from penstock.kernels.triton.attention.splits import (
     attend_split,
     finish_split,
@@ -39,69 +39,30 @@ from penstock.kernels.triton.attention.tiles import BATCH
 
 def launch_decode_fused(
     qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
-    num_heads: int,
-    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
-    box: object,  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
     cos_sin: torch.Tensor,  # [max_pos, rotary_dim] float32
     norms: tuple[torch.Tensor, torch.Tensor] | None,  # q's and k's weights, [D] each
     eps: float,
-    block_table: torch.Tensor,  # [R, max_blocks] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    seq_lens: torch.Tensor,  # [R] int32
-    scale: float,  # times log2(e)
-    sliding_window: int,
+    operands: Operands,
     tile: DecodeTile,
     workspace: Workspace,
-    out: torch.Tensor,  # [T, Hq * D], written
 ) -> None:
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    num_kv_heads, block_size, head_dim = operands.kv_cache.shape[2:]
     q_norm, k_norm = (qkv, qkv) if norms is None else norms
-    num_reqs = seq_lens.shape[0]
+    num_reqs = operands.seq_lens.shape[0]
     options = {"launch_pdl": True} if tile.pdl else {}
     _decode_fused[(num_reqs * tile.row_tiles, num_kv_heads, tile.max_splits)](
-        qkv,
-        kv_cache,
-        box,
-        cos_sin,
-        q_norm,
-        k_norm,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        out,
-        workspace.parts,
-        workspace.stats,
-        workspace.counters,
-        eps,
-        scale,
-        qkv.shape[0],
-        num_reqs,
-        block_table.stride(0),
-        tile.max_splits,
-        num_heads // num_kv_heads,
-        num_kv_heads,
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        cos_sin.shape[1],
-        block_size,
-        sliding_window,
-        tile.rows,
-        tile.row_tiles,
-        tile.merge_rows,
-        triton.next_power_of_2(tile.max_query_len),
-        tile.keys,
-        tile.split,
-        norms is not None,
-        tile.use_tma,
-        tile.merges,
-        tile.pdl,
+        qkv, operands.kv_cache, operands.box, cos_sin, q_norm, k_norm, operands.block_table, operands.query_start_loc,
+        operands.seq_lens, operands.out,
+        workspace.parts, workspace.stats, workspace.counters, eps, operands.scale,
+        qkv.shape[0], num_reqs, operands.block_table.stride(0), tile.max_splits,
+        operands.out.shape[1] // (num_kv_heads * head_dim), num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
+        cos_sin.shape[1], block_size, operands.sliding_window, tile.rows,
+        tile.row_tiles, tile.merge_rows, triton.next_power_of_2(tile.max_query_len), tile.keys,
+        tile.split, norms is not None, tile.use_tma, tile.merges, tile.pdl,
         "ieee" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-        **options,
-    )
-    launch_merge(query_start_loc, seq_lens, head_dim, num_kv_heads, sliding_window, tile, workspace, out)
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    launch_merge(operands, tile, workspace)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.kernels.triton.attention.decode import launch_decode
 from penstock.kernels.triton.attention.decode_fused import launch_decode_fused
-from penstock.kernels.triton.attention.plan import AttentionPlan, DecodeTile, PrefillTile
+from penstock.kernels.triton.attention.plan import AttentionPlan, DecodeTile, Operands, PrefillTile
 from penstock.kernels.triton.attention.prefill import launch_prefill
 
 _LOG2_E = math.log2(math.e)
@@ -38,10 +38,11 @@ def paged_attention(
     out = _out_like(q, num_tokens, num_heads * head_dim, out)
     tile = plan.tile
     batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window)
+    operands = Operands(kv_cache, _box(kv_cache, tile), *batch, out)
     if isinstance(tile, PrefillTile):
-        launch_prefill(q, kv_cache, _box(kv_cache, tile), *batch, tile, out)
+        launch_prefill(q, operands, tile)
     else:
-        launch_decode(q, kv_cache, _box(kv_cache, tile), *batch, tile, plan.workspace, out)
+        launch_decode(q, operands, tile, plan.workspace)
     return out
 
 
@@ -76,23 +77,9 @@ def decode_attention_fused(
     )
     _check(kv_cache, head_dim, block_table, query_start_loc, seq_lens)
     out = _out_like(qkv, qkv.shape[0], num_heads * head_dim, out)
-    launch_decode_fused(
-        qkv,
-        num_heads,
-        kv_cache,
-        _box(kv_cache, tile),
-        cos_sin,
-        norms,
-        eps,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        scale * _LOG2_E,
-        sliding_window,
-        tile,
-        plan.workspace,
-        out,
-    )
+    batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window)
+    operands = Operands(kv_cache, _box(kv_cache, tile), *batch, out)
+    launch_decode_fused(qkv, cos_sin, norms, eps, operands, tile, plan.workspace)
     return out
 
 

@@ -84,6 +84,20 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
+class Operands:
+    """What every attention kernel reads and writes besides its queries."""
+
+    kv_cache: torch.Tensor  # [num_blocks, 2, Hkv, block_size, D]
+    box: object  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
+    block_table: torch.Tensor  # [R, max_blocks] int32
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    seq_lens: torch.Tensor  # [R] int32
+    scale: float  # times log2(e)
+    sliding_window: int
+    out: torch.Tensor  # [T, Hq * D], written
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     tile: PrefillTile | DecodeTile
     workspace: Workspace

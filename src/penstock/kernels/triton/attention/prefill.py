@@ -17,56 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.attention.plan import PrefillTile
+from penstock.kernels.triton.attention.plan import Operands, PrefillTile
 from penstock.kernels.triton.attention.splits import attend_split, first_ids, seen_splits
 from penstock.kernels.triton.attention.tiles import BATCH, fresh_state, merge, walk_phases
 
 
-def launch_prefill(
-    q: torch.Tensor,  # [T, Hq, D]
-    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
-    box: object,  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
-    block_table: torch.Tensor,  # [R, max_blocks] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    seq_lens: torch.Tensor,  # [R] int32
-    scale: float,  # times log2(e)
-    sliding_window: int,
-    tile: PrefillTile,
-    out: torch.Tensor,  # [T, Hq * D], written
-) -> None:
+def launch_prefill(q: torch.Tensor, operands: Operands, tile: PrefillTile) -> None:
+    """`q` is [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    num_reqs = seq_lens.shape[0]
+    num_kv_heads, block_size = operands.kv_cache.shape[2:4]
+    num_reqs = operands.seq_lens.shape[0]
     group = num_heads // num_kv_heads
     tiles = num_tokens // (tile.rows // group) + num_reqs + 1
     _prefill[(tiles, num_kv_heads)](
-        q,
-        kv_cache,
-        box,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        out,
-        scale,
-        num_tokens,
-        num_reqs,
-        block_table.stride(0),
-        q.stride(0),
-        group,
-        num_kv_heads,
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        block_size,
-        sliding_window,
-        tile.rows,
-        tile.keys,
-        tile.split,
-        tile.use_tma,
-        "ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
+        q, operands.kv_cache, operands.box, operands.block_table, operands.query_start_loc, operands.seq_lens,
+        operands.out, operands.scale,
+        num_tokens, num_reqs, operands.block_table.stride(0), q.stride(0),
+        group, num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
+        block_size, operands.sliding_window, tile.rows, tile.keys,
+        tile.split, tile.use_tma, "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit

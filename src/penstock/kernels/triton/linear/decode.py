@@ -96,18 +96,10 @@ class DecodeWeight:
             size = num_token_tiles * num_rows * tile.split * tile.tokens * tile.rows
             partials = torch.empty(size, dtype=torch.float32, device=x.device)
         gemm[(num_token_tiles, num_rows, tile.split)](
-            x,
-            plan.weight,
-            **arguments,
-            partials=partials,
-            counters=self._counters,
-            num_tokens=num_tokens,
-            tile_tokens=tile.tokens,
-            early=tile.early,
-            split=tile.split,
-            tma=plan.uses_tma,
-            **shared,
-        )
+            x, plan.weight,
+            **arguments, partials=partials, counters=self._counters, num_tokens=num_tokens, tile_tokens=tile.tokens,
+            early=tile.early, split=tile.split, tma=plan.uses_tma, **shared,
+        )  # fmt: skip
 
     def _plan_of(self, num_tokens: int) -> _Plan:
         return self._plans[next(bucket for bucket in BUCKETS if num_tokens <= bucket)]
@@ -131,18 +123,9 @@ def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: 
     block = triton.next_power_of_2(hidden)
     num_warps = min(max(block // 256, 1), 16)
     prepare_kernel[(ids.shape[0],)](
-        ids,
-        table,
-        gain,
-        stream.residual,
-        stream.scaled,
-        stream.squares,
-        vocab,
-        hidden,
-        block,
-        device.pdl,
+        ids, table, gain, stream.residual, stream.scaled, stream.squares, vocab, hidden, block, device.pdl,
         num_warps=num_warps,
-    )
+    )  # fmt: skip
     return stream
 
 

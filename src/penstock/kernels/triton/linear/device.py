@@ -34,15 +34,9 @@ def wait_for_inputs(pdl: tl.constexpr):
 
 @triton.jit
 def load_weight(
-    weight,
-    row,
-    column,
-    n: tl.constexpr,
-    k: tl.constexpr,
-    tile_rows: tl.constexpr,
-    depth: tl.constexpr,
-    tma: tl.constexpr,
-):
+    weight, row, column,
+    n: tl.constexpr, k: tl.constexpr, tile_rows: tl.constexpr, depth: tl.constexpr, tma: tl.constexpr,
+):  # fmt: skip
     """[tile_rows, depth] of a weight [n, k], from (row, column) on; zeros past k."""
     if tma:
         tile = weight.load([row, column])
@@ -96,22 +90,9 @@ def store_silu(gate, up, out, places, is_there):
 
 @triton.jit
 def finish(
-    acc,
-    up,
-    old,
-    gain,
-    bias,
-    residual,
-    out,
-    side,
-    first_row,
-    first_token,
-    num_tokens,
-    n: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    epilogue: tl.constexpr,
-):
+    acc, up, old, gain, bias, residual, out, side, first_row, first_token, num_tokens,
+    n: tl.constexpr, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, epilogue: tl.constexpr,
+):  # fmt: skip
     """Applies the epilogue to the sums `acc` (and `up`), [tile_tokens, tile_rows], of the outputs from `first_row` on.
 
     `side` takes the squares of a tile's part of the residual stream.

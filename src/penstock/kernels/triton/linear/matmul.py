@@ -52,39 +52,19 @@ class Matmul:
         num_programs = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(self._n, tile.rows)
         if num_programs:
             matmul[(num_programs,)](
-                x,
-                self._weight,
-                self._bias,
-                out,
-                num_tokens,
-                self._n,
-                self._k,
-                tile.rows,
-                tile.tokens,
-                tile.depth,
-                _GROUP,
-                self._tma,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
+                x, self._weight, self._bias, out, num_tokens, self._n, self._k, tile.rows, tile.tokens, tile.depth,
+                _GROUP, self._tma,
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
         return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def matmul(
-    x,
-    weight,
-    bias,
-    out,
-    num_tokens,
-    n: tl.constexpr,
-    k: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    depth: tl.constexpr,
-    group_tiles: tl.constexpr,
-    tma: tl.constexpr,
-):
+    x, weight, bias, out, num_tokens,
+    n: tl.constexpr, k: tl.constexpr, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, depth: tl.constexpr,
+    group_tiles: tl.constexpr, tma: tl.constexpr,
+):  # fmt: skip
     """Grid [tiles], `group_tiles` consecutive tiles of tokens on each tile of the weight."""
     program = tl.program_id(0)
     row_tiles: tl.constexpr = (n + tile_rows - 1) // tile_rows

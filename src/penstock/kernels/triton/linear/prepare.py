@@ -19,17 +19,9 @@ from penstock.kernels.triton.linear.device import begin_early
 
 @triton.jit
 def prepare(
-    ids,
-    table,
-    gain,
-    x,
-    scaled,
-    squares,
-    vocab: tl.constexpr,
-    hidden: tl.constexpr,
-    block: tl.constexpr,
-    pdl: tl.constexpr,
-):
+    ids, table, gain, x, scaled, squares,
+    vocab: tl.constexpr, hidden: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
     """`ids` [T] int64, `table` [vocab, hidden], `gain` [hidden] -> `x` and `scaled` [T, hidden], `squares` [T, 1]."""
     begin_early(pdl)
     token = tl.program_id(0)

@@ -101,19 +101,10 @@ def count_tokens(
     assert token_ids.dtype == torch.int32 and token_ids.stride(1) == 1, f"{token_ids.dtype} {token_ids.stride()}"
     assert counts.dtype == torch.int32 and counts.is_contiguous(), f"counts are {counts.dtype} {counts.stride()}"
     _count_tokens[(num_rows, triton.cdiv(longest, _COUNTED))](
-        rows,
-        positions,
-        token_ids,
-        tables.rules,
-        tables.penalties,
-        counts,
-        token_ids.stride(0),
-        vocab_size,
-        RULE_COLUMNS,
-        PENALTY_COLUMNS,
-        _COUNTED,
+        rows, positions, token_ids, tables.rules, tables.penalties, counts, token_ids.stride(0), vocab_size,
+        RULE_COLUMNS, PENALTY_COLUMNS, _COUNTED,
         num_warps=_COUNT_WARPS,
-    )
+    )  # fmt: skip
 
 
 def adjust_logits(
@@ -137,27 +128,11 @@ def adjust_logits(
     words = bitmasks.shape[1]
     assert not has_bitmasks or words * _BITS >= vocab_size, f"{words} words for {vocab_size} tokens"
     _adjust_logits[(num_rows, triton.cdiv(vocab_size, TILE))](
-        logits,
-        rows,
-        positions,
-        token_ids,
-        tables.rules,
-        tables.penalties,
-        counts,
-        mask_of_row,
-        bitmasks,
-        out,
-        token_ids.stride(0),
-        has_bitmasks,
-        words,
-        vocab_size,
-        logits.stride(0),
-        RULE_COLUMNS,
-        PENALTY_COLUMNS,
-        TILE,
+        logits, rows, positions, token_ids, tables.rules, tables.penalties, counts, mask_of_row, bitmasks, out,
+        token_ids.stride(0), has_bitmasks, words, vocab_size, logits.stride(0), RULE_COLUMNS, PENALTY_COLUMNS, TILE,
         _ENTRIES,
         num_warps=TILE_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,18 +145,9 @@ def _load_penalties(penalties_ptr, row, columns: tl.constexpr):
 
 @triton.jit(do_not_specialize=["token_stride"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _count_tokens(
-    rows_ptr,
-    positions_ptr,
-    token_ids_ptr,
-    rules_ptr,
-    penalties_ptr,
-    counts_ptr,
-    token_stride,
-    vocab: tl.constexpr,
-    rule_columns: tl.constexpr,
-    penalty_columns: tl.constexpr,
-    block: tl.constexpr,
-):
+    rows_ptr, positions_ptr, token_ids_ptr, rules_ptr, penalties_ptr, counts_ptr, token_stride,
+    vocab: tl.constexpr, rule_columns: tl.constexpr, penalty_columns: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     index, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * block
     row = tl.load(rows_ptr + index)
     if row >= 0:
@@ -203,26 +169,11 @@ def _count_tokens(
     do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "mask_of_row_ptr", "bitmasks_ptr"],
 )
 def _adjust_logits(
-    logits_ptr,
-    rows_ptr,
-    positions_ptr,
-    token_ids_ptr,
-    rules_ptr,
-    penalties_ptr,
-    counts_ptr,
-    mask_of_row_ptr,
-    bitmasks_ptr,
-    out_ptr,
-    token_stride,
-    has_bitmasks,
-    words,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    rule_columns: tl.constexpr,
-    penalty_columns: tl.constexpr,
-    tile: tl.constexpr,
-    entries: tl.constexpr,
-):
+    logits_ptr, rows_ptr, positions_ptr, token_ids_ptr, rules_ptr, penalties_ptr, counts_ptr, mask_of_row_ptr,
+    bitmasks_ptr, out_ptr, token_stride, has_bitmasks, words,
+    vocab: tl.constexpr, stride: tl.constexpr, rule_columns: tl.constexpr, penalty_columns: tl.constexpr,
+    tile: tl.constexpr, entries: tl.constexpr,
+):  # fmt: skip
     index, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + index)
     if row >= 0:

@@ -62,36 +62,17 @@ def sample(
             logits, rows, tables.temperature, workspace.threshold, found[0], found[2], *shape, num_warps=TILE_WARPS
         )
     _pick_token[(num_rows,)](
-        logits,
-        rows,
-        positions,
-        tables.temperature,
-        tables.seed,
-        workspace.threshold,
-        *found,
-        token_ids,
-        verdicts,
-        purpose,
-        truncates,
-        *shape,
-        num_tiles,
-        padded_tiles(num_tiles),
+        logits, rows, positions, tables.temperature, tables.seed, workspace.threshold, *found, token_ids, verdicts,
+        purpose, truncates, *shape, num_tiles, padded_tiles(num_tiles),
         num_warps=_PICK_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _reduce_tiles(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    tile_max_ptr,
-    tile_best_ptr,
-    tile_sum_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-):
+    logits_ptr, rows_ptr, temperature_ptr, tile_max_ptr, tile_best_ptr, tile_sum_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + index)
     if row >= 0:
@@ -111,16 +92,9 @@ def _reduce_tiles(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _sum_kept(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    threshold_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-):
+    logits_ptr, rows_ptr, temperature_ptr, threshold_ptr, tile_max_ptr, tile_sum_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     threshold = tl.load(threshold_ptr + index)
     if threshold > -float("inf"):
@@ -136,25 +110,11 @@ def _sum_kept(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "token_ids_ptr", "verdicts_ptr"])
 def _pick_token(
-    logits_ptr,
-    rows_ptr,
-    positions_ptr,
-    temperature_ptr,
-    seed_ptr,
-    threshold_ptr,
-    tile_max_ptr,
-    tile_best_ptr,
-    tile_sum_ptr,
-    token_ids_ptr,
-    verdicts_ptr,
-    purpose: tl.constexpr,
-    truncates: tl.constexpr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
-):
+    logits_ptr, rows_ptr, positions_ptr, temperature_ptr, seed_ptr, threshold_ptr, tile_max_ptr, tile_best_ptr,
+    tile_sum_ptr, token_ids_ptr, verdicts_ptr,
+    purpose: tl.constexpr, truncates: tl.constexpr, vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr,
+    num_tiles: tl.constexpr, all_tiles: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
     if row < 0:

@@ -99,17 +99,9 @@ def _wanted(index, rows_ptr, num_top_ptr):
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "num_top_ptr", "chosen_ptr"])
 def _measure_tiles(
-    logits_ptr,
-    rows_ptr,
-    num_top_ptr,
-    chosen_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    tile_count_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-):
+    logits_ptr, rows_ptr, num_top_ptr, chosen_ptr, tile_max_ptr, tile_sum_ptr, tile_count_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     if _wanted(index, rows_ptr, num_top_ptr) >= 0:
         of_chosen = tl.load(logits_ptr + index.to(tl.int64) * stride + tl.load(chosen_ptr + index)).to(tl.float32)
@@ -126,19 +118,10 @@ def _measure_tiles(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "num_top_ptr"])
 def _collect_top(
-    logits_ptr,
-    rows_ptr,
-    num_top_ptr,
-    tile_max_ptr,
-    num_keys_ptr,
-    keys_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
+    logits_ptr, rows_ptr, num_top_ptr, tile_max_ptr, num_keys_ptr, keys_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr,
     slots: tl.constexpr,
-):
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     wanted = _wanted(index, rows_ptr, num_top_ptr)
     if wanted > 0:
@@ -164,23 +147,11 @@ def _collect_top(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "num_top_ptr", "chosen_ptr", "records_ptr"])
 def _merge_tiles(
-    logits_ptr,
-    rows_ptr,
-    num_top_ptr,
-    chosen_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    tile_count_ptr,
-    num_keys_ptr,
-    keys_ptr,
+    logits_ptr, rows_ptr, num_top_ptr, chosen_ptr, tile_max_ptr, tile_sum_ptr, tile_count_ptr, num_keys_ptr, keys_ptr,
     records_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
-    slots: tl.constexpr,
+    vocab: tl.constexpr, stride: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr, slots: tl.constexpr,
     max_top: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(0)
     wanted = _wanted(index, rows_ptr, num_top_ptr)
     if wanted >= 0:

@@ -75,21 +75,10 @@ def keep_drafts(
     assert logits.dtype == kept.logits.dtype and logits.stride(1) == 1, f"{logits.dtype} {logits.stride()}"
     assert rows.shape == (num_rows,) and 0 <= place < max_num_drafts, f"{rows.shape} {place}"
     _keep_drafts[(num_rows, num_tiles)](
-        logits,
-        rows,
-        temperature,
-        workspace.tile_max,
-        workspace.tile_sum,
-        kept.logits,
-        kept.tile_max,
-        kept.tile_sum,
-        place,
-        vocab_size,
-        logits.stride(0),
-        TILE,
-        max_num_drafts,
+        logits, rows, temperature, workspace.tile_max, workspace.tile_sum, kept.logits, kept.tile_max, kept.tile_sum,
+        place, vocab_size, logits.stride(0), TILE, max_num_drafts,
         num_warps=TILE_WARPS,
-    )
+    )  # fmt: skip
 
 
 def accept_or_resample(
@@ -137,20 +126,9 @@ def accept_or_resample(
 
 @triton.jit(do_not_specialize=["place"], do_not_specialize_on_alignment=["rows_ptr"])
 def _keep_drafts(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    kept_ptr,
-    kept_max_ptr,
-    kept_sum_ptr,
-    place,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    max_num_drafts: tl.constexpr,
-):
+    logits_ptr, rows_ptr, temperature_ptr, tile_max_ptr, tile_sum_ptr, kept_ptr, kept_max_ptr, kept_sum_ptr, place,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr, max_num_drafts: tl.constexpr,
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + index)
     temperature = tl.load(temperature_ptr + row, mask=row >= 0, other=0.0)
@@ -222,30 +200,11 @@ def _is_accepted(logit, kept_logit, number, temperature, best, total, kept_best,
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "rows_ptr", "starts_ptr"])
 def _sum_residuals(
-    logits_ptr,
-    kept_ptr,
-    positions_ptr,
-    drafts_ptr,
-    rows_ptr,
-    starts_ptr,
-    temperature_ptr,
-    seed_ptr,
-    threshold_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    kept_max_ptr,
-    kept_sum_ptr,
-    residual_ptr,
-    whole_ptr,
-    accept_purpose: tl.constexpr,
-    truncates: tl.constexpr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
-    max_num_drafts: tl.constexpr,
-):
+    logits_ptr, kept_ptr, positions_ptr, drafts_ptr, rows_ptr, starts_ptr, temperature_ptr, seed_ptr, threshold_ptr,
+    tile_max_ptr, tile_sum_ptr, kept_max_ptr, kept_sum_ptr, residual_ptr, whole_ptr,
+    accept_purpose: tl.constexpr, truncates: tl.constexpr, vocab: tl.constexpr, stride: tl.constexpr,
+    tile: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr, max_num_drafts: tl.constexpr,
+):  # fmt: skip
     slot, number = tl.program_id(0), tl.program_id(1)
     index, row, draft, token, temperature = _find_draft(
         slot, drafts_ptr, rows_ptr, starts_ptr, temperature_ptr, max_num_drafts
@@ -270,32 +229,12 @@ def _sum_residuals(
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "rows_ptr", "starts_ptr", "token_ids_ptr"])
 def _replace(
-    logits_ptr,
-    kept_ptr,
-    positions_ptr,
-    drafts_ptr,
-    rows_ptr,
-    starts_ptr,
-    temperature_ptr,
-    seed_ptr,
-    threshold_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    kept_max_ptr,
-    kept_sum_ptr,
-    residual_ptr,
-    whole_ptr,
-    token_ids_ptr,
-    accept_purpose: tl.constexpr,
-    resample_purpose: tl.constexpr,
-    truncates: tl.constexpr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
+    logits_ptr, kept_ptr, positions_ptr, drafts_ptr, rows_ptr, starts_ptr, temperature_ptr, seed_ptr, threshold_ptr,
+    tile_max_ptr, tile_sum_ptr, kept_max_ptr, kept_sum_ptr, residual_ptr, whole_ptr, token_ids_ptr,
+    accept_purpose: tl.constexpr, resample_purpose: tl.constexpr, truncates: tl.constexpr, vocab: tl.constexpr,
+    stride: tl.constexpr, tile: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr,
     max_num_drafts: tl.constexpr,
-):
+):  # fmt: skip
     slot = tl.program_id(0)
     index, row, draft, token, temperature = _find_draft(
         slot, drafts_ptr, rows_ptr, starts_ptr, temperature_ptr, max_num_drafts

@@ -59,17 +59,9 @@ def find_thresholds(logits: torch.Tensor, rows: torch.Tensor, tables: SamplingTa
     _measure_cuts[grid](logits, *params, workspace.tile_max, *cuts, *shape, num_warps=TILE_WARPS)
     _collect[grid](logits, *params, workspace.tile_max, *cuts, *candidates, *shape, CAPACITY, num_warps=TILE_WARPS)
     _select[(num_rows,)](
-        logits,
-        *params,
-        workspace.tile_max,
-        cuts[1],
-        *candidates,
-        workspace.threshold,
-        *shape,
-        CAPACITY,
-        _SMALL,
+        logits, *params, workspace.tile_max, cuts[1], *candidates, workspace.threshold, *shape, CAPACITY, _SMALL,
         num_warps=_SELECT_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -96,22 +88,11 @@ def _load_params(index, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _measure_cuts(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    log_min_p_ptr,
-    tile_max_ptr,
-    cut_count_ptr,
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, tile_max_ptr, cut_count_ptr,
     cut_sum_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr,
     num_cuts: tl.constexpr,
-):
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p, log_min_p = _load_params(
         index, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, vocab
@@ -135,25 +116,11 @@ def _measure_cuts(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _collect(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    log_min_p_ptr,
-    tile_max_ptr,
-    cut_count_ptr,
-    cut_sum_ptr,
-    num_candidates_ptr,
-    candidates_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
-    num_cuts: tl.constexpr,
-    capacity: tl.constexpr,
-):
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, tile_max_ptr, cut_count_ptr,
+    cut_sum_ptr, num_candidates_ptr, candidates_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr,
+    num_cuts: tl.constexpr, capacity: tl.constexpr,
+):  # fmt: skip
     index, number = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p, log_min_p = _load_params(
         index, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, vocab
@@ -192,26 +159,11 @@ def _collect(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _select(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    log_min_p_ptr,
-    tile_max_ptr,
-    cut_sum_ptr,
-    num_candidates_ptr,
-    candidates_ptr,
-    threshold_ptr,
-    vocab: tl.constexpr,
-    stride: tl.constexpr,
-    tile: tl.constexpr,
-    num_tiles: tl.constexpr,
-    all_tiles: tl.constexpr,
-    num_cuts: tl.constexpr,
-    capacity: tl.constexpr,
-    small: tl.constexpr,
-):
+    logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, tile_max_ptr, cut_sum_ptr,
+    num_candidates_ptr, candidates_ptr, threshold_ptr,
+    vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr, num_tiles: tl.constexpr, all_tiles: tl.constexpr,
+    num_cuts: tl.constexpr, capacity: tl.constexpr, small: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     temperature, top_k, top_p, log_min_p = _load_params(
         index, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, vocab

@@ -29,16 +29,10 @@ def verify(
     assert num_accepted.shape == num_real_drafts.shape == (num_reqs,), f"{num_accepted.shape} {num_real_drafts.shape}"
     assert drafts.is_contiguous(), f"drafts have strides {drafts.stride()}"
     _verify[(num_reqs,)](
-        sampled,
-        drafts,
-        rows,
-        logits_start_loc,
-        num_accepted,
-        num_real_drafts,
-        max_num_drafts,
+        sampled, drafts, rows, logits_start_loc, num_accepted, num_real_drafts, max_num_drafts,
         triton.next_power_of_2(max(max_num_drafts, 1)),
         num_warps=_WARPS,
-    )
+    )  # fmt: skip
 
 
 def toss(
@@ -61,24 +55,11 @@ def toss(
     assert drafts.is_contiguous() and bitmasks.is_contiguous(), f"{drafts.stride()} {bitmasks.stride()}"
     assert rates.shape == (max_num_drafts,) and rates.dtype == torch.float64, f"{rates.shape} {rates.dtype}"
     _toss[(num_reqs,)](
-        token_ids,
-        positions,
-        drafts,
-        seed,
-        rates,
-        mask_of_row,
-        bitmasks,
-        rows,
-        logits_start_loc,
-        num_accepted,
-        num_real_drafts,
-        len(mask_of_row),
-        bitmasks.shape[1],
-        purpose,
-        max_num_drafts,
+        token_ids, positions, drafts, seed, rates, mask_of_row, bitmasks, rows, logits_start_loc, num_accepted,
+        num_real_drafts, len(mask_of_row), bitmasks.shape[1], purpose, max_num_drafts,
         triton.next_power_of_2(max(max_num_drafts, 1)),
         num_warps=_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -87,15 +68,9 @@ def toss(
     ]
 )  # fmt: skip
 def _verify(
-    sampled_ptr,
-    drafts_ptr,
-    rows_ptr,
-    starts_ptr,
-    num_accepted_ptr,
-    num_real_drafts_ptr,
-    max_num_drafts: tl.constexpr,
-    tile: tl.constexpr,
-):
+    sampled_ptr, drafts_ptr, rows_ptr, starts_ptr, num_accepted_ptr, num_real_drafts_ptr,
+    max_num_drafts: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     row = tl.load(rows_ptr + request)
     start = tl.load(starts_ptr + request)
@@ -117,23 +92,10 @@ def _verify(
     ],
 )  # fmt: skip
 def _toss(
-    token_ids_ptr,
-    positions_ptr,
-    drafts_ptr,
-    seed_ptr,
-    rates_ptr,
-    mask_of_row_ptr,
-    bitmasks_ptr,
-    rows_ptr,
-    starts_ptr,
-    num_accepted_ptr,
-    num_real_drafts_ptr,
-    has_bitmasks,
-    words,
-    purpose: tl.constexpr,
-    max_num_drafts: tl.constexpr,
-    tile: tl.constexpr,
-):
+    token_ids_ptr, positions_ptr, drafts_ptr, seed_ptr, rates_ptr, mask_of_row_ptr, bitmasks_ptr, rows_ptr, starts_ptr,
+    num_accepted_ptr, num_real_drafts_ptr, has_bitmasks, words,
+    purpose: tl.constexpr, max_num_drafts: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     row = tl.load(rows_ptr + request)
     start = tl.load(starts_ptr + request)
