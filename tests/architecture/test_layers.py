@@ -97,7 +97,7 @@ IMPORTERS = {
     "safetensors": {"models.weights"},
     "huggingface_hub": {"config.model_path"},
     "jinja2": {"tokenizer.chat_template"},
-    "zmq": {"kv_transfer.events", "router.kv_subscriptions"},
+    "zmq": {"engine.kv_events", "router.kv_subscriptions"},
     "aiohttp": {"loadgen.client"},
     "httptools": {"router.http_client", "router.http_server", "server.connections"},
     "llguidance": {"grammar.llguidance_backend"},

@@ -15,10 +15,10 @@ import zmq
 
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.core.block_hash import root_hash
+from penstock.engine import kv_events
 from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
-from penstock.kv_transfer import events
-from penstock.kv_transfer.events import ZmqEventPublisher, encode_batch
+from penstock.engine.kv_events import ZmqEventPublisher, encode_batch
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.messages.stats import StepReport
 from penstock.utils.errors import ConfigError
@@ -400,7 +400,7 @@ def test_overload_drops_the_oldest_batches_and_leaves_a_gap_in_the_numbers(
         assert is_free.wait(20)
         return encode_batch(timestamp, batch)
 
-    monkeypatch.setattr(events, "encode_batch", slow)
+    monkeypatch.setattr(kv_events, "encode_batch", slow)
     publisher.publish((removed(0),))
     wait_until(lambda: not publisher._queue)
     for number in range(1, 21):

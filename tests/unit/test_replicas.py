@@ -32,6 +32,7 @@ class StubReplica:
 
     load: int = 0
     outage: Exception | None = None
+    last_chosen: int = 0
 
 
 def placement(*replicas: StubReplica) -> Placement:

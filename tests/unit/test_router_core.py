@@ -10,8 +10,7 @@ import pytest
 
 from penstock.cli.commands import make_parser
 from penstock.router.bodies import is_divisible, only_prompt
-from penstock.router.choice import Policy
-from penstock.router.dispatcher import Decision, Dispatcher, Limits, Plan, Refusal, Routed
+from penstock.router.dispatcher import Decision, Dispatcher, Limits, Plan, Policy, Refusal, Routed
 from penstock.router.exchange import Call, Take
 from penstock.router.health import HealthChecks, HealthConfig, Reply, signal_of, tokens_counted
 from penstock.router.instances import Instance, Role, Signal, State, make_instance, parse_instance

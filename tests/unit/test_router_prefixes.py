@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.kv_transfer.events import encode_batch
+from penstock.engine.kv_events import encode_batch
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.router.kv_view import KVView
 from penstock.router.prompts import question_of, salts_of, tokens_of

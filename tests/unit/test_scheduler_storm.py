@@ -14,7 +14,7 @@ from penstock.core.kv_cache_planning import blocks_for_one_request
 from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
-from penstock.kv_transfer.events import EventPublisher
+from penstock.engine.kv_events import EventPublisher
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest

@@ -121,8 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> RouterConfig:
     """Raises ConfigError."""
-    from penstock.router.choice import Policy
-    from penstock.router.dispatcher import Limits
+    from penstock.router.dispatcher import Limits, Policy
     from penstock.router.exchange import Timeouts
     from penstock.router.health import HealthConfig
     from penstock.router.instances import Role, parse_instance

@@ -15,12 +15,12 @@ from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import make_grammar_backend
+from penstock.engine.kv_events import make_event_publisher
 from penstock.engine.rank_identity import check_arithmetic
 from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.factory import make_executor
 from penstock.kv_transfer.connector import SchedulerConnector
-from penstock.kv_transfer.events import make_event_publisher
 from penstock.messages.engine_info import EngineInfo
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock

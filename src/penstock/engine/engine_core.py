@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from itertools import chain
 
 from penstock.core.scheduler import Scheduler
+from penstock.engine.kv_events import EventPublisher, NullEventPublisher
 from penstock.executor.executor import Executor, Pending
-from penstock.kv_transfer.events import EventPublisher, NullEventPublisher
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest

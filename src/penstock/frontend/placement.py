@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.frontend.input_processor import ProcessedRequest
 from penstock.frontend.replica import Replica
 from penstock.utils.errors import RequestError
 from penstock.utils.held_blocks import PromptKeys
+from penstock.utils.placement import least_loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,12 @@ class Place:
 
 
 class Placement:
-    """Chooses the serving replica with the least work; among equals, the one chosen least recently.
-
-    With `is_prefix_aware` the prompt's tokens that a replica has cached are subtracted from its work.
-    """
+    """Chooses the serving replica with the least work, from which `is_prefix_aware` subtracts the cached tokens."""
 
     def __init__(self, replicas: Sequence[Replica], is_prefix_aware: bool) -> None:
         self._replicas = replicas
         self._is_prefix_aware = is_prefix_aware
-        self._turns = itertools.count(1)
-        self._last_turn = [0] * len(replicas)
+        self._num_chosen = 0
 
     def choose(self, request: ProcessedRequest, rank: int | None) -> Place:
         """Returns the replica `rank` if given, or the best one. If none serves, returns one that raises the reason.
@@ -46,17 +42,17 @@ class Placement:
             )
         cached = self._num_cached(request)
         if rank is None:
-            serving = [each for each in range(count) if self._replicas[each].outage is None]
-            rank = min(
-                serving or range(count),
-                key=lambda each: (self._replicas[each].load - cached[each], self._last_turn[each]),
-            )
-        self._last_turn[rank] = next(self._turns)
-        return Place(self._replicas[rank], cached[rank])
+            serving = [each for each in self._replicas if each.outage is None]
+            chosen = least_loaded(serving or self._replicas, cached.__getitem__)
+        else:
+            chosen = self._replicas[rank]
+        self._num_chosen += 1
+        chosen.last_chosen = self._num_chosen
+        return Place(chosen, cached[chosen])
 
-    def _num_cached(self, request: ProcessedRequest) -> Sequence[int]:
-        """Returns the cached tokens by rank; 0 unless the policy uses them."""
+    def _num_cached(self, request: ProcessedRequest) -> Mapping[Replica, int]:
+        """Returns the cached tokens of each replica; 0 unless the policy uses them."""
         if not self._is_prefix_aware:
-            return [0] * len(self._replicas)
+            return dict.fromkeys(self._replicas, 0)
         prompt = PromptKeys(request.prompt_token_ids, (request.children[0].cache_salt or "",))
-        return [replica.num_cached(prompt) for replica in self._replicas]
+        return {replica: replica.num_cached(prompt) for replica in self._replicas}

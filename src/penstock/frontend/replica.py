@@ -18,7 +18,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError, RequestFailedError
 from penstock.utils.held_blocks import HeldBlocks, PromptKeys
-from penstock.utils.load import load
+from penstock.utils.placement import load
 
 _IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
@@ -92,6 +92,7 @@ class Replica:
         self.died = core.died
         self.idle = asyncio.Event()
         self.idle.set()
+        self.last_chosen = 0  # for `Placement`
         self._core = core
         self._on_restart = on_restart
         self._outputs = OutputProcessor(tokenizer)
@@ -131,7 +132,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """The amount of work that has been submitted and has not ended (`utils.load`)."""
+        """The amount of work that has been submitted and has not ended (`utils.placement`)."""
         return self._load
 
     def num_cached(self, prompt: PromptKeys) -> int:

@@ -103,7 +103,7 @@ class SummingLinear:
 
 
 class Gather:
-    """Concatenates the ranks' features, of which each has the number in `sizes`: [T, own features] -> [T, all]."""
+    """Concatenates the features of all ranks: [T, own features] -> [T, all]. Rank r has `sizes[r]` features."""
 
     def __init__(self, group: TensorGroup, sizes: Sequence[int]) -> None:
         self._group = group

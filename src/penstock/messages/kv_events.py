@@ -1,7 +1,7 @@
 """Events about the KV blocks that an engine holds, in vLLM's terms (`vllm/distributed/kv_events.py`).
 
 A block is identified by its hash, which covers all tokens from the start of the prompt to the block's end, and by its
-KV group and medium. The hashes are complete here; `kv_transfer.events` shortens them for the wire.
+KV group and medium. The hashes are complete here; `engine.kv_events` shortens them for the wire.
 """
 
 from __future__ import annotations

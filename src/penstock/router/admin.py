@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.router.bodies import parse_object
-from penstock.router.choice import load_of
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.front_door import foreign, refuse, tell
 from penstock.router.http_server import Request, Response
@@ -115,7 +114,7 @@ class Admin:
                     "reason": member.reason,
                     "leaving": member.is_leaving,
                     "outstanding": member.num_outstanding,
-                    "load": load_of(member),
+                    "load": member.load,
                     "requests": member.num_chosen,
                     "blocks": self._observer.num_blocks(member.url),
                     "hit_rate": self._observer.hit_rate(member.url),

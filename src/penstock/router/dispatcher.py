@@ -17,13 +17,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.router.choice import Policy, make_choice
 from penstock.router.instances import Instance, Role
 from penstock.router.pool import Lease, Member, Pool
 from penstock.utils.errors import ConfigError
+from penstock.utils.placement import least_loaded
 
 RETRY_AFTER_SECONDS = 1
 _MAX_LOST = 1
+
+
+class Policy(enum.StrEnum):
+    """How an instance is chosen for a request."""
+
+    PREFIX_AWARE = "prefix-aware"
+    """Chooses the least work, not counting cached tokens. Equals least-loaded if there are no KV events."""
+    LEAST_LOADED = "least-loaded"
+    ROUND_ROBIN = "round-robin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ class Dispatcher:
         limits.check()
         self.pool = pool
         self._limits = limits
-        self._choose = make_choice(policy)
+        self._policy = policy
         self._queue: OrderedDict[Routed, None] = OrderedDict()
         self._live: set[Routed] = set()
         self._num_self_prefills = 0
@@ -265,7 +274,9 @@ class Dispatcher:
         return [each for each in members if each.num_outstanding < (1 if each.is_suspect else limit)]
 
     def _best(self, request: Routed, members: Sequence[Member]) -> Member:
-        return self._choose(members, request.cached)
+        if self._policy is Policy.ROUND_ROBIN:
+            return min(members, key=lambda member: member.last_chosen)
+        return least_loaded(members, lambda member: request.cached.get(member.url, 0))
 
     def _use(self, request: Routed, now: float, target: Member, prefill: Member | None = None) -> Plan:
         self._move(request, Phase.PLANNED)

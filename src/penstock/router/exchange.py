@@ -238,7 +238,7 @@ class Exchanges:
         self._waiting: dict[Routed, asyncio.Future[Plan | Refusal]] = {}
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
 
-    async def carry(self, asked: Asked, client: Client) -> None:
+    async def answer(self, asked: Asked, client: Client) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
         request = Routed(asked.is_divisible)
         is_over, since, tail = False, self._clock.now(), _Tail()

@@ -69,7 +69,7 @@ class FrontDoor:
             target = completions + question + query
             headers = bodies.headers_for_json(headers)
             asked = Asked(request.method, completions, target, headers, bodies.encode(body), body)
-        return await self._exchanges.carry(asked, response)
+        return await self._exchanges.answer(asked, response)
 
     async def _health(self, _: Request, response: Response) -> None:
         await tell(response, 200, {"status": "draining" if self._is_closing else "ok", "reason": None})

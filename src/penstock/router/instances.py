@@ -47,7 +47,8 @@ class Signal(enum.StrEnum):
 UNHEALTHY_SIGNALS = (Signal.STALLED, Signal.SILENT)
 """An instance that keeps giving these signals eventually becomes dead."""
 
-_AS_IT_SAYS = {
+# The state that a signal alone stands for.
+_SIGNALLED_STATES = {
     Signal.READY: State.READY,
     Signal.STARTING: State.STARTING,
     Signal.DRAINING: State.DRAINING,
@@ -58,12 +59,12 @@ _AS_IT_SAYS = {
 
 TRANSITIONS: Mapping[State, Mapping[Signal, State]] = {
     # A process that is starting does not answer until it listens.
-    State.STARTING: {**_AS_IT_SAYS, Signal.SILENT: State.STARTING},
-    State.READY: _AS_IT_SAYS,
-    State.DRAINING: _AS_IT_SAYS,
-    State.UNHEALTHY: _AS_IT_SAYS,
+    State.STARTING: {**_SIGNALLED_STATES, Signal.SILENT: State.STARTING},
+    State.READY: _SIGNALLED_STATES,
+    State.DRAINING: _SIGNALLED_STATES,
+    State.UNHEALTHY: _SIGNALLED_STATES,
     # An instance that is restarted at the same address becomes usable again.
-    State.DEAD: {**_AS_IT_SAYS, Signal.SILENT: State.DEAD},
+    State.DEAD: {**_SIGNALLED_STATES, Signal.SILENT: State.DEAD},
 }
 
 

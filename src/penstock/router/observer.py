@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from penstock.metrics.router import InstanceView, RouterMetrics, route_of
-from penstock.router.choice import load_of
 from penstock.router.dispatcher import Dispatcher, Plan
 from penstock.router.exchange import Asked
 from penstock.router.health import HealthChecks
@@ -87,7 +86,7 @@ class RouterObserver:
                 member.state,
                 member.state is State.READY,
                 member.num_outstanding,
-                load_of(member),
+                member.load,
                 num_blocks.get(member.url),
             )
             for member in self._dispatcher.pool

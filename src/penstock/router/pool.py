@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from penstock.router.instances import TRANSITIONS, UNHEALTHY_SIGNALS, Instance, Role, Signal, State
 from penstock.utils.logging import get_logger
+from penstock.utils.placement import load
 
 logger = get_logger(__name__)
 
@@ -39,6 +40,11 @@ class Member:
     @property
     def url(self) -> str:
         return self.instance.url
+
+    @property
+    def load(self) -> int:
+        """The load in prompt tokens."""
+        return load(self.num_prompt_tokens, self.num_outstanding)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from penstock.router.admin import Admin
-from penstock.router.choice import Policy
-from penstock.router.dispatcher import Dispatcher, Limits
+from penstock.router.dispatcher import Dispatcher, Limits, Policy
 from penstock.router.exchange import Exchanges, Timeouts
 from penstock.router.front_door import FrontDoor
 from penstock.router.health import HealthChecks, HealthConfig, pause

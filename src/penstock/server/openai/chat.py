@@ -221,7 +221,7 @@ class _Answer:
             parsed = reader.read(delta.text, is_last=True)
             choice = self._choice(delta, reader.called)
             choice["message"] = self._message(parsed)
-            choices.append(self._in_the_form_asked_for(choice, choice["message"]))
+            choices.append(self._with_function_call(choice, choice["message"]))
         answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._generation.usage()}
         return {**answer, **self._prompt_fields(output), **self._generation.transfer_fields}
 
@@ -250,7 +250,7 @@ class _Answer:
                     parsed = reader.read(delta.text, is_last=delta.finish_reason is not None)
                     choice = self._choice(delta, reader.called)
                     choice["delta"] = self._delta(delta, parsed)
-                    choice = self._in_the_form_asked_for(choice, choice["delta"])
+                    choice = self._with_function_call(choice, choice["delta"])
                     if not self._has_news(choice):
                         continue
                     chunk = {**head, "choices": [choice]}
@@ -282,8 +282,8 @@ class _Answer:
             result["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
         return result
 
-    def _in_the_form_asked_for(self, choice: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-        """Returns the choice; for a request with `functions` the call is in `function_call`."""
+    def _with_function_call(self, choice: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+        """Moves the call to `function_call` if the request has the deprecated `functions`; returns the choice."""
         if not self._body.functions:
             return choice
         for call in message.pop("tool_calls", ())[:1]:

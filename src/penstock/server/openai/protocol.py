@@ -282,7 +282,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_MESSAGES)] | None = None
 
     @model_validator(mode="after")
-    def _in_todays_form(self) -> ChatCompletionRequest:
+    def _convert_functions_to_tools(self) -> ChatCompletionRequest:
         """Copies `functions` and `function_call` to `tools` and `tool_choice`, with one call at a time."""
         for new, old in (("tools", "functions"), ("tool_choice", "function_call")):
             if getattr(self, new) is not None and getattr(self, old) is not None:

@@ -15,7 +15,7 @@ core instruction computes an element from its row, its column and its previous v
 of its tile, and the instructions of an element are executed in the order of the summed dimension. And `sum weights`:
 first over the registers of a thread, then over the threads and warps that share a row. Both are given by the shape of
 the tile, the number of warps and the dtype, which give the layout of the accumulator, and are the same for every row of
-it. A tile of which a row sees nothing does not change the row: its weights are exact zeros, and kept is exp2(0) = 1;
+it. A tile without a key that a row sees does not change the row: its weights are exact zeros, and kept is exp2(0) = 1;
 nor does a mask that hides nothing. So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on
 where its states are merged; not on its position in the tile, the other rows, the batch, the chunk, or the location of
 blocks. For fast plans this holds within a plan. A deterministic plan has 16 rows, one `keys`, one number of warps and

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from penstock.config.kv_events import KVEventsConfig
-from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.messages.kv_events import AllBlocksCleared, KVEvent
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -76,8 +76,8 @@ _ALWAYS = frozenset(
 
 
 def _as_map(event: KVEvent) -> dict[str, Any]:
-    values = {name: getattr(event, name) for name in _FIELDS[type(event)]}
-    values = {name: value for name, value in values.items() if value is not None or name in _ALWAYS}
+    fields = msgspec.structs.asdict(event)
+    values = {name: value for name, value in fields.items() if name in _ALWAYS or value is not None}
     if "block_hashes" in values:
         values["block_hashes"] = [_short(block_hash) for block_hash in values["block_hashes"]]
     if values.get("parent_block_hash") is not None:
@@ -87,9 +87,6 @@ def _as_map(event: KVEvent) -> dict[str, Any]:
 
 def _short(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-_HASH_BYTES:], "big")
-
-
-_FIELDS = {kind: kind.__struct_fields__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 class ZmqEventPublisher:
