@@ -105,7 +105,7 @@ class SharedMemoryTransport(PeerTransport[_Endpoint]):
         control, _ = dial(address, Answer, address.epoch, self._limits.connect_seconds)
         try:
             # While the connection exists, a path names memory of that life, and not of a later process.
-            mappings = [attach_memory(region.path, region.num_bytes) for region in address.regions]
+            mappings = [attach_memory(region.path, region.num_bytes, writable=False) for region in address.regions]
             if not control.is_alive():
                 raise PeerError(f"{address.peer_id} has ended")
         except (OSError, ValueError, OverflowError, PeerError) as error:
