@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from penstock.kv_transfer.transports import agent_transport
-from penstock.kv_transfer.transports.agent_protocol import AgentAddress
-from penstock.kv_transfer.transports.agent_transport import AgentTransport
+from penstock.kv_transfer.transports.agent_transport import AgentAddress, AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
 from penstock.kv_transfer.transports.base import TransferHandle, TransferState
 from penstock.kv_transfer.transports.helper_messages import OpenAgent, ServedMemory
@@ -199,7 +198,7 @@ def test_helpers_do_not_outlive_their_engine(library: str) -> None:
             "print('connected', flush=True)\n"
             "sys.stdin.readline()\n"
             "handle = reader.submit(name, runs_of((0, 0, SIZE)))\n"
-            "wait_until(lambda: reader._peers[name].running, 'the read begins')\n"
+            "wait_until(lambda: reader._peers[name].lanes[0].transfer, 'the read begins')\n"
             "print('reading', flush=True)\n"
             "sys.stdin.readline()\n"
         )
@@ -337,7 +336,7 @@ def test_bytes_that_a_helper_reports_after_its_peers_agent_has_ended_are_not_use
     def end_peer() -> None:
         drivers.append(threading.current_thread())
         scripted.serving.kill()
-        assert peer.has_left.wait(WAIT_SECONDS)
+        wait_until(peer.has_left, "the control connection ends")
 
     monkeypatch.setattr(AgentTransport, "_lose", lose_late)
     scripted.helper.on_read = end_peer

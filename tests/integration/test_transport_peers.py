@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.kv_transfer.authentication import Authentication
-from penstock.kv_transfer.transports import shared_memory
+from penstock.kv_transfer.transports import stream as streams
 from penstock.kv_transfer.transports.base import DataTransport, TransferHandle, TransferState
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.socket_protocol import (
@@ -24,12 +24,11 @@ from penstock.kv_transfer.transports.socket_protocol import (
     Address,
     Answer,
     Hello,
-    Request,
     SocketLimits,
     decode,
     encode,
 )
-from penstock.kv_transfer.transports.sockets import SocketsTransport
+from penstock.kv_transfer.transports.sockets import Request, SocketsTransport
 from penstock.kv_transfer.transports.stream import Stream
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.simulation.conformance import runs_of
@@ -208,7 +207,7 @@ def test_a_reader_that_does_not_read_is_closed_and_others_are_served_meanwhile()
     into = np.zeros(big, np.uint8)
     segments = np.array([[into.ctypes.data, big]], np.int64)
     deadline = time.monotonic() + 10
-    while server._server._listener._streams and time.monotonic() < deadline:
+    while server._listener._streams and time.monotonic() < deadline:
         server.wait([], 0.05)
     assert decode(Answer, stream.receive()) == Answer()
     with pytest.raises(PeerError, match="closed the connection"):
@@ -348,16 +347,16 @@ def test_shared_memory_is_only_for_processes_of_the_same_user_and_root(monkeypat
 
     own = os.geteuid()
     for user in (own, 0):
-        shared_memory._check_user(connection_of(user))
+        streams.check_user(connection_of(user))
     with pytest.raises(PeerError, match="must run as the same user"):
-        shared_memory._check_user(connection_of(own + 1))
+        streams.check_user(connection_of(own + 1))
     left, right, checks = SharedMemoryTransport([]), SharedMemoryTransport([]), threading.Semaphore(0)
 
     def refuse(_connection: object) -> None:
         checks.release()
         raise PeerError("another user")
 
-    monkeypatch.setattr(shared_memory, "_check_user", refuse)
+    monkeypatch.setattr(streams, "check_user", refuse)
     with pytest.raises(PeerError, match="another user"):
         left.connect(right.descriptor())
     for _side in range(2):

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -238,3 +239,13 @@ def test_closing_an_endpoint_waits_for_the_copies_of_its_peers(monkeypatch: pyte
         closing.join(10)
         assert not closing.is_alive()
         assert pair.left.poll(handle) is TransferState.FAILED_SETTLED
+
+
+def test_the_memory_of_a_peer_is_mapped_for_reading_only() -> None:
+    with pair_of("shared_memory") as pair:
+        (lane,) = cast(Any, pair.left)._peers[pair.peer].lanes
+        address = lane._remote.segments(np.array([[0, 1]], np.int64))[0, 0]
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        (rights,) = {line[1] for line in lines if int(line[0].split("-")[0], 16) == address}
+        assert rights == "r--s"
+        assert pair.state_after(pair.left.submit(pair.peer, pair.whole), is_settled) is TransferState.DONE

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList
-from penstock.kv_transfer.transports import dial
+from penstock.kv_transfer.transports import socket_protocol
 from penstock.kv_transfer.transports.helper import HelperProcess
 from penstock.kv_transfer.transports.listener import incoming
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
@@ -73,7 +73,7 @@ def test_a_connection_that_ends_while_it_is_set_up_is_closed(monkeypatch: pytest
         made.append(connection)
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(dial, "Stream", fail)
+    monkeypatch.setattr(socket_protocol, "Stream", fail)
     with (
         contextlib.closing(SocketsTransport("127.0.0.1", KEY)) as one,
         contextlib.closing(SocketsTransport("127.0.0.1", KEY)) as other,

@@ -12,22 +12,24 @@ import mmap
 import os
 import weakref
 
+import numpy as np
+
 # Linux 5.14 and later: allocates pages without writing to them. Elsewhere it fails without other effects.
 _MADV_POPULATE_WRITE = 23
 
 
 class SharedMemory:
-    """One process's mapping, `[num_bytes] uint8`, writable; it starts at a page."""
+    """One process's mapping, `[num_bytes] uint8`; it starts at a page."""
 
-    def __init__(self, name: str, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, name: str, descriptor: int, num_bytes: int, *, writable: bool = True) -> None:
         self.name = name
-        mapping = mmap.mmap(descriptor, num_bytes)
+        mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # If the system has huge pages for shared memory, the first use of a chunk costs fewer page faults.
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(mapping)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.address: int = np.frombuffer(mapping, np.uint8).ctypes.data
 
     def populate(self, start: int, num_bytes: int) -> None:
         """Allocates the pages of bytes [start, start + num_bytes) in this mapping; other threads continue to run."""
@@ -55,11 +57,11 @@ def create_memory(num_bytes: int) -> SharedMemory:
     return memory
 
 
-def attach_memory(name: str, num_bytes: int) -> SharedMemory:
+def attach_memory(name: str, num_bytes: int, *, writable: bool = True) -> SharedMemory:
     """Maps memory that another process, or this one, has created. Raises OSError if its creator has ended."""
-    descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(name, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        return SharedMemory(name, descriptor, num_bytes)
+        return SharedMemory(name, descriptor, num_bytes, writable=writable)
     finally:
         # The mapping has a descriptor of its own.
         os.close(descriptor)

@@ -1,12 +1,37 @@
-"""Registered memory as one flat address space, and the checks of runs in it."""
+"""Registered memory as one flat address space, the checks of runs in it, and its names for other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
-from penstock.utils.errors import PeerError
+from penstock.messages.kv_layout import MemoryRegion
+from penstock.utils.errors import ConfigError, PeerError
+
+
+class NamedRegion(msgspec.Struct, frozen=True):
+    """Memory that another process can map."""
+
+    path: str
+    num_bytes: int
+
+
+def named_regions(regions: Sequence[MemoryRegion], transport: str) -> tuple[NamedRegion, ...]:
+    """Returns how others map the regions. Raises ConfigError if one has no path."""
+    named = tuple(NamedRegion(region.path, region.num_bytes) for region in regions if region.path is not None)
+    if len(named) != len(regions):
+        raise ConfigError(
+            f"the {transport} transport needs memory that other processes can map, and some of the KV cache has no "
+            "path: choose transport=sockets"
+        )
+    return named
+
+
+def check_registered(regions: Sequence[memoryview], named: Sequence[NamedRegion]) -> None:
+    sizes = [region.nbytes for region in regions]
+    assert sizes == [region.num_bytes for region in named], (sizes, named)
 
 
 class AddressSpace:

@@ -14,14 +14,8 @@ import msgspec
 import numpy as np
 
 from penstock.kv_transfer.transports.agents import AgentSettings
+from penstock.kv_transfer.transports.flat_memory import NamedRegion
 from penstock.utils.wire import Codec
-
-
-class NamedRegion(msgspec.Struct, frozen=True):
-    """Memory that the helper maps."""
-
-    path: str
-    num_bytes: int
 
 
 class ServedMemory(msgspec.Struct, frozen=True):

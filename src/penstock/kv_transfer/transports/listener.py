@@ -1,4 +1,4 @@
-"""Accepts connections, and serves each connection of a TCP socket in a thread, within limits."""
+"""Accepts the connections of a socket, and serves each in a thread, within limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from penstock.kv_transfer.transports.socket_protocol import PURPOSE, SocketLimits
+from penstock.kv_transfer.transports.socket_protocol import PURPOSE, Answer, Hello, SocketLimits, decode, encode
 from penstock.kv_transfer.transports.stream import Stream
 from penstock.kv_transfer.transports.threads import ThreadGroup
 from penstock.utils.errors import ConfigError, PeerError
@@ -39,63 +39,65 @@ def incoming(listener: socket.socket, closing: threading.Event) -> Iterator[sock
         yield connection
 
 
-class Listener:
-    """Listens as soon as it is made, and accepts after `start`. `serve` runs in a connection's thread when the peer has
-    authenticated itself.
+def listen_on(host: str, limits: SocketLimits) -> socket.socket:
+    """Returns a TCP socket that listens on this host. Raises ConfigError if this is not an address of this machine."""
+    try:
+        return listen(host, 0, limits.max_connections)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error}: give an address of this host") from error
 
-    `serve` calls `has_introduced_itself` when it knows the peer: until then, the connection may be closed in favour of
-    a new one. A PeerError that it raises ends the connection.
+
+class Listener:
+    """Accepts the connections of a socket, which it owns.
+
+    `serve` runs in a connection's thread when the peer has authenticated itself and has asked for this `epoch`: until
+    then, the connection may be closed in favour of a new one. A PeerError that it raises ends the connection.
     """
 
     def __init__(
         self,
-        host: str,
+        listening: socket.socket,
         key: bytes,
-        max_frame_bytes: int,
+        epoch: bytes,
         limits: SocketLimits,
-        lock: threading.Condition,
         serve: Callable[[Stream], None],
+        max_frame_bytes: int,
     ) -> None:
+        self._listening = listening
         self._key = key
-        self._max_frame_bytes = max_frame_bytes
+        self._epoch = epoch
         self._limits = limits
-        self._lock = lock
         self._serve = serve
+        self._max_frame_bytes = max_frame_bytes
+        self._lock = threading.Condition()
         self._streams: set[Stream] = set()
         self._handshakes: dict[Stream, None] = {}
         self._closing = threading.Event()
-        try:
-            self._listener = listen(host, 0, limits.max_connections)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host!r}: {error}: give an address of this host") from error
-        self.port: int = self._listener.getsockname()[1]
-        self._threads = ThreadGroup(f"kv-data-{self.port}")
-
-    def start(self) -> None:
+        self._threads = ThreadGroup("kv-listener", self._closing)
         self._threads.start(self._accept)
 
-    def has_introduced_itself(self, stream: Stream) -> None:
-        with self._lock:
-            self._handshakes.pop(stream, None)
-
-    def cut_all(self) -> None:
-        """Ends all current connections."""
+    def cut_all(self, how: int = socket.SHUT_RDWR) -> None:
+        """Ends all current connections, or one direction of them."""
         with self._lock:
             for stream in self._streams:
-                stream.cut()
+                stream.cut(how)
 
-    def close(self, seconds: float) -> None:
-        """Ends all connections and waits for their threads."""
+    def close(self, seconds: float, grace_seconds: float = 0.0) -> None:
+        """Ends all connections and waits for their threads. Within `grace_seconds` peers can end them themselves."""
         with self._lock:
             self._closing.set()
-        self.cut_all()
         with contextlib.suppress(OSError):  # it may have been closed before
-            self._listener.shutdown(socket.SHUT_RDWR)
-        assert self._threads.join(seconds), f"a thread has not ended within {seconds} seconds"
-        self._listener.close()
+            self._listening.shutdown(socket.SHUT_RDWR)
+        if grace_seconds:
+            self.cut_all(socket.SHUT_WR)
+            if not self._threads.has_ended(grace_seconds):
+                _logger.error("a peer has not disconnected %s seconds after it was told to", grace_seconds)
+        self.cut_all()
+        self._threads.join(seconds)
+        self._listening.close()
 
     def _accept(self) -> None:
-        for connection in incoming(self._listener, self._closing):
+        for connection in incoming(self._listening, self._closing):
             self._begin(connection)
 
     def _begin(self, connection: socket.socket) -> None:
@@ -131,7 +133,13 @@ class Listener:
             stream.authenticate(
                 self._key, is_client=False, purpose=PURPOSE, seconds=seconds, max_frame_bytes=self._max_frame_bytes
             )
-            self._serve(stream)
+            hello = decode(Hello, stream.receive())
+            with self._lock:
+                self._handshakes.pop(stream, None)
+            if hello.epoch == self._epoch:
+                self._serve(stream)
+            else:
+                stream.send(encode(Answer("this endpoint has been restarted since its descriptor was made")))
         except PeerError as error:
             _logger.debug("a connection has ended: %s", error)
         except Exception:

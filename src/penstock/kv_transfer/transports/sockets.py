@@ -6,7 +6,11 @@ only written by threads of its own process: once such a thread has ended, nothin
 authenticated with the cluster key, and the messages on them are sealed; the transferred bytes are neither sealed nor
 encrypted.
 
-A connection that breaks ends the transfer that it carries. When the last one breaks, or an idle one has broken too, the
+    client                          server, after hello and answer
+    request                    ->
+                               <-   answer, then the bytes
+
+A connection that breaks ends the transfer that it carries. When the last one breaks, or another one has broken too, the
 peer is lost until `connect` is called again. Its transfers in progress become FAILED_UNSETTLED until the thread that
 receives has noticed, which takes no longer than a system call, and then FAILED_SETTLED.
 
@@ -17,57 +21,77 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
-from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
-from penstock.kv_transfer.transports.dial import dial
-from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, merged
-from penstock.kv_transfer.transports.polled_transport import PolledTransport, Transfer
+from penstock.kv_transfer.transports.base import PeerId, TransferHandle
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_ranges, merged
+from penstock.kv_transfer.transports.listener import listen_on
+from penstock.kv_transfer.transports.peers import Lane, Peer, PeerTransport
 from penstock.kv_transfer.transports.socket_protocol import (
     EPOCH_BYTES,
+    FRAME_BYTES,
     Address,
     Answer,
-    Request,
+    PeerAddress,
     SocketLimits,
     decode,
+    dial,
     encode,
 )
-from penstock.kv_transfer.transports.socket_server import SocketServer
 from penstock.kv_transfer.transports.stream import Stream
-from penstock.kv_transfer.transports.threads import ThreadGroup
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
 
 _logger = get_logger(__name__)
 
-_CLOSE_SECONDS = 30.0
+_RANGE_BYTES = 16
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """One connection to a peer. `transfer` is the one in progress."""
+class Request(msgspec.Struct, frozen=True, tag="request"):
+    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes."""
 
-    stream: Stream
-    transfer: Transfer | None = None
+    ranges: bytes
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A peer and its queue of transfers, from which idle links take. `num_links` includes links being connected."""
+class _Link(Lane):
+    """A connection to a peer. Without a `stream` it makes the connection in its own thread."""
 
-    address: Address
-    num_bytes: int
-    queue: deque[Transfer] = field(default_factory=deque[Transfer])
-    links: list[_Link] = field(default_factory=list[_Link])
-    num_links: int = 1
-    is_lost: bool = False
+    def __init__(self, dial: Callable[[], Stream], memory: FlatMemory, stream: Stream | None) -> None:
+        self._dial = dial
+        self._memory = memory
+        self._stream = stream
+
+    def open(self) -> None:
+        if self._stream is None:
+            self._stream = self._dial()
+
+    def read(self, runs: np.ndarray) -> bool:
+        assert self._stream is not None, "it is open"
+        segments = merged(self._memory.segments(runs[:, [0, 2]]))
+        self._stream.send(encode(Request(runs[:, 1:].astype("<i8").tobytes())))
+        answer = decode(Answer, self._stream.receive())
+        if answer.refusal:
+            _logger.warning("the peer refuses a transfer: %s", answer.refusal)
+            return False
+        self._stream.receive_segments(segments)
+        return True
+
+    def is_alive(self) -> bool:
+        return self._stream is None or self._stream.is_alive()
+
+    def stop(self) -> None:
+        if self._stream is not None:
+            self._stream.cut()
+
+    def end(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
 
 
-class SocketsTransport(PolledTransport):
+class SocketsTransport(PeerTransport[Address]):
     """One life of one endpoint (`DataTransport`).
 
     Peers connect to `host`; if that is an IP address, the endpoint listens only there. Raises ConfigError if the host
@@ -75,163 +99,62 @@ class SocketsTransport(PolledTransport):
     """
 
     def __init__(self, host: str, key: bytes, limits: SocketLimits | None = None) -> None:
-        super().__init__()
-        self._key = key
-        self._limits = limits or SocketLimits()
-        self._memory = FlatMemory()
-        self._peers: dict[PeerId, _Peer] = {}
-        self._is_closed = False
-        epoch = os.urandom(EPOCH_BYTES)
-        self._server = SocketServer(host, key, epoch, self._limits, self._lock)
-        self._address = Address(host, self._server.port, epoch)
-        self._threads = ThreadGroup(f"kv-data-{self._server.port}-link")
+        limits = limits or SocketLimits()
+        listening = listen_on(host, limits)
+        address = Address(host, listening.getsockname()[1], os.urandom(EPOCH_BYTES))
+        super().__init__(listening, address, key, limits, FRAME_BYTES + limits.max_runs * _RANGE_BYTES)
 
-    def register(self, regions: Sequence[memoryview]) -> None:
-        assert not self._memory.num_bytes, "memory is registered once"
-        self._memory = self._server.memory = FlatMemory(regions)
-
-    def descriptor(self) -> bytes:
-        return encode(self._address)
-
-    def connect(self, descriptor: bytes) -> PeerId:
-        if self._is_closed:
-            raise PeerError("this endpoint has been closed")
-        address = decode(Address, descriptor)
-        known = self._peers.get(address.peer_id)
-        if known is not None:
-            if self._is_alive(known):
-                return address.peer_id
-            self._lose(known)
+    def _connect(self, address: Address) -> None:
         stream, num_bytes = self._dial(address)
-        peer = _Peer(address, num_bytes)
-        with self._lock:
-            try:
-                self._threads.start(self._serve_link, peer, _Link(stream))
-            except PeerError:
-                stream.close()
-                raise
-            self._peers[address.peer_id] = peer
-        return address.peer_id
+        self._begin(Peer(address, num_bytes), self._link(address, stream))
 
     def submit(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
-        limits = self._limits
         with self._lock:
-            target = self._peers.get(peer)
-            if target is None:
-                raise PeerError(f"{peer} is not connected")
-            check_runs(runs, self._memory.num_bytes, target.num_bytes)
-            if len(runs) > limits.max_runs:
-                raise PeerError(f"a transfer has {len(runs)} runs; the limit is {limits.max_runs}")
-            transfer = Transfer(runs)
-            target.queue.append(transfer)
-            num_idle = target.num_links - sum(link.transfer is not None for link in target.links)
-            needs_link = num_idle < len(target.queue) and target.num_links < limits.connections_per_peer
-            if needs_link:
-                with contextlib.suppress(PeerError):
-                    self._threads.start(self._add_link, target)
-                    target.num_links += 1
-            self._lock.notify_all()
+            transfer = super().submit(peer, runs)
+            self._add_link(self._peers[peer])
         return transfer
 
-    def disconnect(self, peer: PeerId) -> None:
-        known = self._peers.get(peer)
-        if known is not None:
-            self._lose(known)
+    def _add_link(self, peer: Peer) -> None:
+        """Makes one more connection if another transfer can run at once. If that fails, transfers wait."""
+        num_idle = sum(lane.transfer is None for lane in peer.lanes)
+        if num_idle < len(peer.queue) and len(peer.lanes) < self._limits.connections_per_peer:
+            with contextlib.suppress(PeerError):
+                self._start(peer, self._link(peer.address))
 
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            peers = list(self._peers.values())
-        for peer in peers:
-            self._lose(peer)
-        assert self._threads.join(_CLOSE_SECONDS), f"a thread has not ended within {_CLOSE_SECONDS} seconds"
-        self._server.close(_CLOSE_SECONDS)
-        self._memory = FlatMemory()
+    def _link(self, address: PeerAddress, stream: Stream | None = None) -> _Link:
+        return _Link(lambda: self._dial(address)[0], self._memory, stream)
 
-    def _dial(self, address: Address) -> tuple[Stream, int]:
+    def _dial(self, address: PeerAddress) -> tuple[Stream, int]:
         """Returns a connection to that life of the peer, and the size of its memory. Raises PeerError."""
         stream, answer = dial(address, Answer, self._key, self._limits.connect_seconds)
         stream.allow_stalls(self._limits.stall_seconds)
         return stream, answer.num_bytes
 
-    def _is_alive(self, peer: _Peer) -> bool:
-        """Returns whether the peer seems to be alive; connections with a transfer in progress are not checked."""
-        with self._lock:
-            is_connected = peer.num_links > 0 and not peer.is_lost
-            return is_connected and all(link.transfer is not None or link.stream.is_alive() for link in peer.links)
+    # ---- Serving ----
 
-    def _add_link(self, peer: _Peer) -> None:
-        """Makes one more connection, so that another transfer can run at once. If that fails, transfers wait."""
+    def _serve(self, stream: Stream) -> None:
+        stream.allow_stalls(self._limits.stall_seconds)
+        stream.send(encode(Answer(num_bytes=self._memory.num_bytes)))
+        while True:
+            stream.wait_for_data()
+            self._answer(stream, decode(Request, stream.receive()))
+
+    def _answer(self, stream: Stream, request: Request) -> None:
         try:
-            stream, _ = self._dial(peer.address)
-        except PeerError as error:
-            _logger.debug("no further connection: %s", error)
-            self._count_out(peer)
+            ranges = self._ranges(request)
+        except PeerError as refusal:
+            stream.send(encode(Answer(str(refusal))))
             return
-        self._serve_link(peer, _Link(stream))
+        stream.send(encode(Answer()))
+        stream.send_segments(merged(self._memory.segments(ranges)))
 
-    def _serve_link(self, peer: _Peer, link: _Link) -> None:
-        """Runs in the thread of a link: executes transfers until the peer is lost."""
-        with self._lock:
-            peer.links.append(link)
-        try:
-            while self._take(peer, link):
-                self._execute(link)
-        except PeerError as error:
-            _logger.info("the connection to %s has ended: %s", peer.address.peer_id, error)
-        except Exception:
-            _logger.exception("the connection to %s has ended because of a bug", peer.address.peer_id)
-        finally:
-            with self._lock:
-                peer.links.remove(link)
-            self._count_out(peer)
-            if link.transfer is not None:
-                self._set_state([link.transfer], TransferState.FAILED_SETTLED)
-            link.stream.close()
-
-    def _count_out(self, peer: _Peer) -> None:
-        """Counts a link that has ended, or could not be made; the peer is lost with the last one."""
-        with self._lock:
-            peer.num_links -= 1
-        if not self._is_alive(peer):
-            self._lose(peer)
-
-    def _take(self, peer: _Peer, link: _Link) -> bool:
-        """Waits for the link's next transfer; False when the peer has been given up."""
-        with self._lock:
-            link.transfer = None
-            self._lock.wait_for(lambda: peer.queue or peer.is_lost)
-            if peer.is_lost:
-                return False
-            link.transfer = peer.queue.popleft()
-            return True
-
-    def _execute(self, link: _Link) -> None:
-        """Executes the link's transfer. Raises PeerError if the connection is no longer usable."""
-        stream, transfer = link.stream, link.transfer
-        assert transfer is not None
-        segments = merged(self._memory.segments(transfer.runs[:, [0, 2]]))
-        stream.send(encode(Request(transfer.runs[:, 1:].astype("<i8").tobytes())))
-        answer = decode(Answer, stream.receive())
-        if answer.refusal:
-            _logger.warning("the peer refuses a transfer: %s", answer.refusal)
-            self._set_state([transfer], TransferState.FAILED_SETTLED)
-            return
-        stream.receive_segments(segments)
-        self._finish(transfer)
-
-    def _lose(self, peer: _Peer) -> None:
-        """Gives the peer up. Its transfers settle now, or when their threads have noticed."""
-        with self._lock:
-            if peer.is_lost:
-                return
-            peer.is_lost = True
-            self._peers.pop(peer.address.peer_id, None)
-            queued = list(peer.queue)
-            peer.queue.clear()
-            running = [link.transfer for link in peer.links if link.transfer is not None]
-            for link in peer.links:
-                link.stream.cut()
-            self._lock.notify_all()
-        self._set_state(queued, TransferState.FAILED_SETTLED)
-        self._set_state(running, TransferState.FAILED_UNSETTLED)
+    def _ranges(self, request: Request) -> np.ndarray:
+        """Returns the request's ranges, [n, 2] int64, checked. Raises PeerError."""
+        limits = self._limits
+        if len(request.ranges) % _RANGE_BYTES or len(request.ranges) > limits.max_runs * _RANGE_BYTES:
+            raise PeerError(f"a request has {len(request.ranges)} bytes of runs; the limit is {limits.max_runs} runs")
+        ranges = np.frombuffer(request.ranges, "<i8").reshape(-1, 2)
+        check_ranges(ranges[:, 0], ranges[:, 1], self._memory.num_bytes, "peer's")
+        if float(ranges[:, 1].sum(dtype=np.float64)) > limits.max_bytes:
+            raise PeerError(f"a request is for more than {limits.max_bytes} bytes")
+        return ranges

@@ -1,4 +1,4 @@
-"""An authenticated TCP connection for blocking threads: sealed frames, and raw bytes from and to memory.
+"""An authenticated connection for blocking threads: sealed frames, and raw bytes from and to memory.
 
 One thread at a time reads and writes a stream, and only it may close it. Any thread may `cut` it: then a call in
 progress soon raises PeerError, and every later one does at once. Every failure of a connection is a PeerError.
@@ -26,6 +26,7 @@ from penstock.utils.hosts import keep_alive
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MAX_SEGMENTS = 1024  # in one system call (IOV_MAX)
+_CREDENTIALS = struct.Struct("3i")  # `struct ucred`: process, user, group
 
 
 class _MessageHeader(ctypes.Structure):
@@ -49,6 +50,14 @@ def _system_call(name: str) -> Callable[[int, object, int], int]:
     return function
 
 
+def check_user(connection: socket.socket) -> None:
+    """Raises PeerError unless the other process of a Unix socket belongs to the same user or to root."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user = _CREDENTIALS.unpack(credentials)[1]
+    if user not in (os.geteuid(), 0):
+        raise PeerError(f"the peer belongs to user {user}: both engines must run as the same user")
+
+
 _sendmsg, _recvmsg = _system_call("sendmsg"), _system_call("recvmsg")
 
 
@@ -61,8 +70,9 @@ class Stream:
         self._lock = threading.Lock()
         self._is_cut = False
         connection.setblocking(True)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(connection)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
         self._limit(stall_seconds)
 
     def allow_stalls(self, seconds: float) -> None:
@@ -76,7 +86,12 @@ class Stream:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def authenticate(self, key: bytes, is_client: bool, purpose: bytes, seconds: float, max_frame_bytes: int) -> None:
-        """Authenticates both sides. Raises PeerError after this many seconds, even if the peer is still sending."""
+        """Authenticates both sides, over a Unix socket also by their users.
+
+        Raises PeerError after this many seconds, even if the peer is still sending.
+        """
+        if self._socket.family == socket.AF_UNIX:
+            check_user(self._socket)
         deadline = time.monotonic() + seconds
         authentication = Authentication(key, is_client, purpose)
         self._limit(seconds)
@@ -176,11 +191,11 @@ class Stream:
             raise PeerError(f"the peer has moved no byte for {self._stall_seconds} seconds") from None
         raise PeerError(f"the connection is lost: {error}") from error
 
-    def cut(self) -> None:
-        """Ends both directions. Memory is no longer written, except by a call in progress, which this ends."""
+    def cut(self, how: int = socket.SHUT_RDWR) -> None:
+        """Ends one or both directions. Memory is no longer written, except by a call in progress, which this ends."""
         self._is_cut = True
         with self._lock, contextlib.suppress(OSError):  # the connection has ended
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(how)
 
     def close(self) -> None:
         self._is_cut = True

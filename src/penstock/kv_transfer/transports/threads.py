@@ -10,15 +10,20 @@ from penstock.utils.errors import PeerError
 
 
 class ThreadGroup:
-    """Threads that `join` waits for. They are daemons: a process that ends does not wait for a transfer."""
+    """Threads that `join` waits for. They are daemons: a process that ends does not wait for a transfer.
 
-    def __init__(self, name: str) -> None:
+    None is started any more when `closing` is set.
+    """
+
+    def __init__(self, name: str, closing: threading.Event) -> None:
         self._name = name
+        self._closing = closing
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
 
     def start(self, work: Callable[..., None], *args: object) -> None:
-        """Starts a thread. Raises PeerError if the system has no more threads."""
+        """Starts a thread. Raises PeerError if the endpoint closes, or the system has no more threads."""
+        self.check_open()
 
         def run() -> None:
             try:
@@ -37,7 +42,12 @@ class ThreadGroup:
                 self._threads.remove(thread)
             raise PeerError(f"no thread for a connection: {error}") from error
 
-    def join(self, seconds: float) -> bool:
+    def check_open(self) -> None:
+        """Raises PeerError if `closing` is set."""
+        if self._closing.is_set():
+            raise PeerError("this endpoint has been closed")
+
+    def has_ended(self, seconds: float) -> bool:
         """Waits for all threads, for at most this many seconds in total; returns whether all have ended."""
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -45,3 +55,6 @@ class ThreadGroup:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
+
+    def join(self, seconds: float) -> None:
+        assert self.has_ended(seconds), f"a thread has not ended within {seconds} seconds"
