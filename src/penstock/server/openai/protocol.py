@@ -200,7 +200,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn. Fields that only some templates know are kept; `chat.render_messages` checks them against the
+    """One turn. Fields that only some templates know are kept; `conversation.render_messages` checks them against the
     template.
     """
 
