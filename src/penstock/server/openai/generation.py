@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -25,12 +25,12 @@ from penstock.server.service import Service
 from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, client_request_id, event, unless_disconnected
 from penstock.utils.errors import PenstockError, RequestError
 
-_SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-    "num_speculative_tokens", "kv_transfer_params",
-)  # fmt: skip
+_CONVERTED = ("logit_bias", "structured_outputs")
+_SAMPLING_FIELDS = [
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED
+]
 _MAX_RANK_DIGITS = 9
 
 
