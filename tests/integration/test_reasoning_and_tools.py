@@ -168,6 +168,23 @@ APIS = {"chat": (chat, "tool_calls", "stop"), "responses": (respond, "completed"
 APIS["messages"] = (message, "tool_use", "end_turn")
 
 
+def test_every_chunk_of_a_chat_says_something(get: Get) -> None:
+    server = get(tool_call_parser="hermes")
+    # Some models write the arguments as text; its closing quote, alone in a piece, adds nothing to them.
+    arguments = json.dumps(json.dumps(CALL[1]))
+    call = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    server.answers(f"Let me see.\n{call}\n{call}", step=1)
+    assert chat(server) == ([("text", "Let me see."), ("call", *CALL), ("call", *CALL)], "tool_calls")
+    with openai_client(server) as client:
+        stream = client.chat.completions.create(model="demo", messages=ASKED, tools=TOOLS, stream=True)
+        *chunks, last = [chunk.choices[0] for chunk in stream]
+    for chunk in chunks:
+        calls = chunk.delta.tool_calls or ()
+        assert chunk.delta.content or any(each.id or (each.function and each.function.arguments) for each in calls)
+    assert [call.index for chunk in chunks for call in chunk.delta.tool_calls or () if call.id] == [0, 1]
+    assert last.finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("family", sorted(FORMATS))
 def test_a_call_of_every_family(get: Get, family: str, api: str) -> None:

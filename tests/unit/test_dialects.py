@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from penstock.messages.sampling_params import BOUNDS
 from penstock.server.anthropic.protocol import Message, MessagesRequest, TextBlock, Tool
 from penstock.server.openai import dialects
 from penstock.server.openai.dialects import (
@@ -279,3 +280,32 @@ def test_the_document_shows_the_tables() -> None:
     shown = [line for line in section.splitlines() if line.startswith("| `")]
     assert shown == [line for rows in TABLES.values() for line in _lines(rows)]
     assert all(f"Fields {place}" in section for place in TABLES)
+
+
+REQUESTS: dict[type[BaseModel], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatCompletionRequest: {"messages": [{"role": "user", "content": "a"}]},
+    ResponsesRequest: {"input": "a"},
+    MessagesRequest: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("request_type", REQUESTS)
+def test_every_api_has_the_bounds_of_the_sampling_parameters(request_type: type[BaseModel]) -> None:
+    least = REQUESTS[request_type]
+    checked: set[str] = set()
+    for name, field in request_type.model_fields.items():
+        bound = BOUNDS.get({"max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}.get(name, name))
+        # A completion without tokens may echo its prompt, and a chat completion's field of this name is a flag.
+        is_other = (request_type, name) == (ChatCompletionRequest, "logprobs") or (
+            request_type is CompletionRequest and "max_" in name
+        )
+        if bound is None or field.annotation is Any or is_other:
+            continue
+        checked.add(name)
+        for value in (bound.high, bound.low + bound.excludes_low):
+            assert getattr(request_type.model_validate({**least, name: value}), name) == value
+        for value in (bound.low - 1, bound.high + 1):
+            with pytest.raises(ValidationError):
+                request_type.model_validate({**least, name: value})
+    assert checked >= {"temperature", "top_p"}

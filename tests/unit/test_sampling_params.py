@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 
-from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.sampling_params import BOUNDS, SamplingParams
 from penstock.utils.errors import RequestError
 
 CIRCULAR: dict[str, Any] = {}
@@ -18,6 +18,7 @@ BAD = [
     ("temperature", -0.1),
     ("temperature", math.nan),
     ("temperature", math.inf),
+    ("temperature", 10**400),
     ("temperature", "hot"),
     ("temperature", True),
     ("top_p", 0.0),
@@ -83,6 +84,19 @@ def test_the_error_for_an_invalid_value_names_the_field(field: str, value: Any) 
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+def test_every_number_has_bounds_which_it_may_reach() -> None:
+    numbers = {name for name, hint in get_type_hints(SamplingParams).items() if hint in (int, float, int | None)}
+    assert numbers == BOUNDS.keys()
+    for name, bound in BOUNDS.items():
+        for value in (bound.high, bound.low + bound.excludes_low):
+            assert getattr(SamplingParams(**{"max_tokens": None, name: value}), name) == value
+        kind = "an integer" if bound.is_whole else "a number"
+        for value in (bound.low - 1, bound.high + 1):
+            with pytest.raises(RequestError) as caught:
+                SamplingParams(**{name: value})
+            assert str(caught.value) == f"{name} must be {kind} between {bound.low} and {bound.high}, got {value}"
 
 
 def test_transfer_parameters_of_routers_are_accepted() -> None:

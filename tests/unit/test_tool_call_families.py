@@ -19,7 +19,7 @@ from penstock.server.openai.tool_calls.parser import MAX_TOOL_CALLS
 from penstock.server.openai.tool_calls.registry import FORMATS, make_format
 from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
 from penstock.utils.errors import GrammarError
-from tests.unit.tool_call_streams import assert_any_split_agrees
+from tests.unit.tool_call_streams import assert_any_split_agrees, calls_of
 
 DEMO = Path(penstock.__file__).parent / "demo"
 TOKENIZER = Tokenizer(DEMO, 4096)
@@ -225,10 +225,10 @@ def test_mistral_s_ids_have_the_form_that_its_templates_accept() -> None:
 
 def test_text_arguments_are_streamed_as_they_arrive() -> None:
     parser = FORMATS["qwen3_coder"]().parser(TOOLS)
-    assert parser.feed("<tool_call>\n<function=f>\n").tool_calls[0].name == "f"
-    assert parser.feed("<parameter=city>\nPa").tool_calls[0].arguments == '{"city": "Pa'
-    assert parser.feed("ris\n").tool_calls[0].arguments == "ris"
-    assert parser.feed("</parameter>").tool_calls[0].arguments == '"'
+    assert calls_of(parser.feed("<tool_call>\n<function=f>\n"))[0].name == "f"
+    assert calls_of(parser.feed("<parameter=city>\nPa"))[0].arguments == '{"city": "Pa'
+    assert calls_of(parser.feed("ris\n"))[0].arguments == "ris"
+    assert calls_of(parser.feed("</parameter>"))[0].arguments == '"'
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "mistral", "deepseek_v3", "deepseek_v31", "pythonic"])

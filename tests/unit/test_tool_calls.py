@@ -13,7 +13,7 @@ from penstock.server.openai.tool_calls.parser import MAX_TOOL_CALLS
 from penstock.server.openai.tool_calls.registry import FORMATS, detect_format
 from penstock.server.openai.tool_calls.tool_format import JsonObjectFormat
 from penstock.tokenizer.chat_template import ChatTemplate
-from tests.unit.tool_call_streams import ANY_TOOL, assert_any_split_agrees, stream
+from tests.unit.tool_call_streams import ANY_TOOL, assert_any_split_agrees, calls_of, content_of, stream
 
 HERMES, LLAMA3 = FORMATS["hermes"](), FORMATS["llama3_json"]()
 TEMPLATE = Path(__file__).parents[2] / "examples/demo_model/recipe/chat_template.jinja"
@@ -210,25 +210,25 @@ def test_written_calls_are_read_unchanged(parts: list[str | tuple[str, str, str]
 
 def test_name_and_arguments_are_streamed_as_they_arrive() -> None:
     parser = HERMES.parser(ANY_TOOL)
-    assert parser.feed('ok\n<tool_call>\n{"name": "f').tool_calls == ()
-    (begun,) = parser.feed('"').tool_calls
+    assert calls_of(parser.feed('ok\n<tool_call>\n{"name": "f')) == []
+    (begun,) = calls_of(parser.feed('"'))
     assert (begun.index, begun.name, begun.arguments, parser.num_calls) == (0, "f", "", 1)
     for piece in ("{", '"a": ', '"b', "c", '"', "}"):
         if piece == "{":
-            assert parser.feed(', "arguments": ').tool_calls == ()
-        (delta,) = parser.feed(piece).tool_calls
+            assert calls_of(parser.feed(', "arguments": ')) == []
+        (delta,) = calls_of(parser.feed(piece))
         assert delta.arguments == piece
-    assert parser.feed("}\n</tool_call>").tool_calls == ()
+    assert calls_of(parser.feed("}\n</tool_call>")) == []
 
 
 def test_content_is_streamed_at_once_unless_a_call_may_follow() -> None:
     parser = HERMES.parser(ANY_TOOL)
-    assert parser.feed("a b").content == "a b"
-    assert parser.feed("\n<tool").content == ""
-    assert parser.feed("box>").content == "\n<toolbox>"
+    assert content_of(parser.feed("a b")) == "a b"
+    assert content_of(parser.feed("\n<tool")) == ""
+    assert content_of(parser.feed("box>")) == "\n<toolbox>"
     parser = LLAMA3.parser(ANY_TOOL)
-    assert parser.feed("Hi ").content == "Hi "
-    assert parser.feed("{\n").content == "{\n"
+    assert content_of(parser.feed("Hi ")) == "Hi "
+    assert content_of(parser.feed("{\n")) == "{\n"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.server.openai.answer_parts import Part, Text, ToolCallDelta
 from penstock.server.openai.tool_calls.parser import ToolCallParser, Tools
 from penstock.server.openai.tool_calls.registry import FORMATS
 
@@ -37,14 +38,22 @@ class Streamed:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
 
+def content_of(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def calls_of(parts: list[Part]) -> list[ToolCallDelta]:
+    return [part for part in parts if isinstance(part, ToolCallDelta)]
+
+
 def stream(parser: ToolCallParser, pieces: list[str]) -> Streamed:
     """Feeds the pieces and merges the deltas, checking the order and form of each."""
     merged = Streamed()
     for delta in [*map(parser.feed, pieces), parser.finish()]:
-        merged.content += delta.content
-        indices = [call.index for call in delta.tool_calls]
+        merged.content += content_of(delta)
+        indices = [call.index for call in calls_of(delta)]
         assert indices == sorted(set(indices))
-        for call in delta.tool_calls:
+        for call in calls_of(delta):
             if call.index == len(merged.calls):
                 assert re.fullmatch("call_[0-9a-f]{24}|[0-9A-Za-z]{9}", call.id or "")
                 assert call.name
@@ -67,6 +76,6 @@ def assert_any_split_agrees(name: str, text: str, cuts: list[int], tools: Tools 
     for other in others:
         assert (other.content, other.calls) == (whole.content, whole.calls)
     # A complete text gives complete calls: one delta per call, with its name.
-    deltas = FORMATS[name]().parser(tools).feed(text).tool_calls
+    deltas = calls_of(FORMATS[name]().parser(tools).feed(text))
     assert [(call.name, call.arguments) for call in deltas] == whole.calls
     return whole

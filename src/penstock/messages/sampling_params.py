@@ -33,10 +33,51 @@ MAX_LOGIT_BIAS = 1024
 MAX_COUNT = 2**31 - 1
 _MIN_WIRE_INT, _MAX_WIRE_INT = -(2**63), 2**64 - 1
 _PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
-_SEED_LIMIT = 2**63
 _FLAGS = (
     "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The numbers that a parameter may be: from `low`, or above it, to `high`."""
+
+    low: int
+    high: int
+    is_whole: bool = True
+    excludes_low: bool = False
+
+    def check(self, field: str, value: Any) -> None:
+        """Raises RequestError for anything else."""
+        if self.is_whole:
+            _check_int(field, value, self.low, self.high)
+            return
+        number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        if not self.low <= number <= self.high:
+            raise _refuse(field, f"a number between {self.low} and {self.high}", value)
+        if self.excludes_low and value == self.low:
+            raise _refuse(field, f"above {self.low}", value)
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "temperature": Bound(0, 100, is_whole=False),
+    "top_p": Bound(0, 1, is_whole=False, excludes_low=True),
+    "min_p": Bound(0, 1, is_whole=False),
+    "presence_penalty": Bound(-2, 2, is_whole=False),
+    "frequency_penalty": Bound(-2, 2, is_whole=False),
+    "repetition_penalty": Bound(0, 100, is_whole=False, excludes_low=True),
+    "n": Bound(1, MAX_N),
+    "top_k": Bound(-1, MAX_COUNT),
+    "min_tokens": Bound(0, MAX_COUNT),
+    "max_tokens": Bound(1, MAX_COUNT),
+    "logprobs": Bound(0, MAX_LOGPROBS),
+    "prompt_logprobs": Bound(0, MAX_LOGPROBS),
+    "num_speculative_tokens": Bound(0, MAX_COUNT),
+    "seed": Bound(-(2**63), 2**63 - 1),
+}
+"""The bounds of all parameters that are numbers; the requests of the server's APIs have the same."""
+
+_MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens", "seed")
 
 
 def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
@@ -98,8 +139,12 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check_lengths(self)
+        for field, bound in BOUNDS.items():
+            value = getattr(self, field)
+            if value is not None or field not in _MAY_BE_NONE:
+                bound.check(field, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
         _check_collections(self)
 
     @property
@@ -124,48 +169,11 @@ def _refuse(field: str, bound: str, value: object) -> RequestError:
     return RequestError(f"{field} must be {bound}, got {value!r}", field)
 
 
-def _check_numbers(params: SamplingParams) -> None:
-    ranges = (
-        ("temperature", params.temperature, 0.0, 100.0),
-        ("top_p", params.top_p, 0.0, 1.0),
-        ("min_p", params.min_p, 0.0, 1.0),
-        ("presence_penalty", params.presence_penalty, -2.0, 2.0),
-        ("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
-        ("repetition_penalty", params.repetition_penalty, 0.0, 100.0),
-    )
-    for field, value, low, high in ranges:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise _refuse(field, f"a number between {low:g} and {high:g}", value)
-    if params.top_p == 0.0:
-        raise _refuse("top_p", "above 0", params.top_p)
-    if params.repetition_penalty == 0.0:
-        raise _refuse("repetition_penalty", "above 0", params.repetition_penalty)
-
-
 def _check_int(field: str, value: Any, low: int, high: int | None = None) -> None:
     is_int = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_int or int(value) < low or (high is not None and int(value) > high):
         bound = f"an integer of at least {low}" if high is None else f"an integer between {low} and {high}"
         raise _refuse(field, bound, value)
-
-
-def _check_lengths(params: SamplingParams) -> None:
-    _check_int("n", params.n, 1, MAX_N)
-    _check_int("top_k", params.top_k, -1, MAX_COUNT)
-    _check_int("min_tokens", params.min_tokens, 0, MAX_COUNT)
-    if params.max_tokens is not None:
-        _check_int("max_tokens", params.max_tokens, 1, MAX_COUNT)
-        if params.min_tokens > params.max_tokens:
-            raise _refuse("min_tokens", f"at most max_tokens ({params.max_tokens})", params.min_tokens)
-    if params.logprobs is not None:
-        _check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    if params.prompt_logprobs is not None:
-        _check_int("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
-    if params.num_speculative_tokens is not None:
-        _check_int("num_speculative_tokens", params.num_speculative_tokens, 0, MAX_COUNT)
-    if params.seed is not None:
-        _check_int("seed", params.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
 
 
 def _check_collections(params: SamplingParams) -> None:

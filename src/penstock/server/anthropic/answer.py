@@ -10,7 +10,7 @@ from typing import Any
 from penstock.messages.outputs import FinishReason
 from penstock.server.anthropic.edge import error_of
 from penstock.server.openai.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Closed, Opened
-from penstock.server.openai.chat import Chat
+from penstock.server.openai.conversation import Chat
 from penstock.server.sse import typed_event, with_errors
 
 _DELTAS = {
@@ -28,7 +28,8 @@ class MessageAnswer:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": chat.model}
 
     def whole(self) -> dict[str, Any]:
-        content = [_content(block, block.text) for block in self._blocks.read_whole()]
+        self._blocks.advance()
+        content = [_content(block, block.text) for block in self._blocks.blocks]
         return {**self._head, "content": content, **self._end(), "usage": self._usage()}
 
     def stream(self) -> AsyncGenerator[bytes, None]:

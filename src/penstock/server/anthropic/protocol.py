@@ -17,7 +17,7 @@ from penstock.server.openai.dialects import (
     MESSAGES_FIELDS,
     TOOL_FIELDS,
 )
-from penstock.server.openai.protocol import Name, RequestBody, StopText
+from penstock.server.openai.protocol import Name, PassedOnFields, RequestBody, StopText, within
 
 
 class _Item(RequestBody):
@@ -143,27 +143,13 @@ class CountTokensRequest(RequestBody):
     speed: Any = None
 
 
-class MessagesRequest(CountTokensRequest):
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+class MessagesRequest(CountTokensRequest, PassedOnFields):
+    max_tokens: Annotated[int, within("max_tokens")]
     stream: bool | None = False
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
-
-    # vLLM's, passed on to the chat completion and checked there.
-    min_p: Any = None
-    seed: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    stop_token_ids: Any = None
-    priority: Any = None
-    cache_salt: Any = None
-    structured_outputs: Any = None
-    num_speculative_tokens: Any = None
+    temperature: Annotated[float, within("temperature")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
+    top_k: Annotated[int, within("top_k")] | None = None
 
     # Accepted without effect.
     metadata: Any = None

@@ -14,7 +14,7 @@ from penstock.server.anthropic.protocol import CountTokensRequest, MessagesReque
 from penstock.server.anthropic.translate import FIELD_NAMES, to_chat
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation
-from penstock.server.openai.chat import render_chat, start_chat
+from penstock.server.openai.conversation import render_chat, start_chat
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.openai.translation import naming_fields
 from penstock.server.service import service_of

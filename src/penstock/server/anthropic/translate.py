@@ -17,7 +17,7 @@ from penstock.server.anthropic.protocol import (
     ToolUseBlock,
 )
 from penstock.server.openai.protocol import ChatCompletionRequest
-from penstock.server.openai.translation import EXTRA_FIELDS, chat_request, with_system
+from penstock.server.openai.translation import chat_request, passed_on, with_system
 from penstock.utils.errors import RequestError
 
 FIELD_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
@@ -53,7 +53,7 @@ def _generation_fields(body: MessagesRequest) -> dict[str, Any]:
     wanted = None if body.output_config is None else body.output_config.format
     schema = None if wanted is None else {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
     return {
-        **{name: getattr(body, name) for name in EXTRA_FIELDS if name != "chat_template_kwargs"},
+        **passed_on(body),
         "stream": body.stream,
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences or None,

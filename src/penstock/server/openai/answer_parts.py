@@ -34,39 +34,21 @@ class ToolCallDelta:
 Part = Text | Reasoning | ToolCallDelta
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """The parts contained in a piece of text, in order: adjacent parts of one kind are merged, and a call is one
-    part.
-    """
-
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def content(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """At most one delta per call, in their order."""
-        return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
-
-
 class PartList:
-    """Collects parts until they are taken. Joins texts once, so that the cost is linear in them."""
+    """Collects parts until they are taken. Joins texts once, so that the cost is linear in them. Adjacent parts of one
+    kind are merged, and a call is one part.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[Part, list[str]]] = []  # a part as it began, and the text added since
 
     def add_text(self, text: str) -> None:
-        self._add(Text(""), text)
-
-    def add_reasoning(self, text: str) -> None:
-        self._add(Reasoning(""), text)
+        if not text:
+            return
+        if self._parts and isinstance(self._parts[-1][0], Text):
+            self._parts[-1][1].append(text)
+        else:
+            self._parts.append((Text(""), [text]))
 
     def begin_call(self, index: int, call_id: str, name: str) -> None:
         self._parts.append((ToolCallDelta(index, call_id, name), []))
@@ -79,18 +61,10 @@ class PartList:
         else:
             self._parts.append((ToolCallDelta(index), [arguments]))
 
-    def take(self) -> AnswerDelta:
-        parts = tuple(_joined(part, "".join(pieces)) for part, pieces in self._parts)
+    def take(self) -> list[Part]:
+        parts = [_joined(part, "".join(pieces)) for part, pieces in self._parts]
         self._parts.clear()
-        return AnswerDelta(parts)
-
-    def _add(self, part: Part, text: str) -> None:
-        if not text:
-            return
-        if self._parts and type(self._parts[-1][0]) is type(part):
-            self._parts[-1][1].append(text)
-        else:
-            self._parts.append((part, [text]))
+        return parts
 
 
 def _joined(part: Part, text: str) -> Part:

@@ -1,4 +1,4 @@
-"""An answer as a sequence of blocks, each of one kind, shared by the APIs that answer in items or blocks."""
+"""An answer as a sequence of blocks, each of one kind, shared by all APIs that answer conversations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.messages.outputs import CompletionOutput
-from penstock.server.openai.answer_parts import AnswerDelta, Part, Reasoning, ToolCallDelta
-from penstock.server.openai.chat import Chat
-from penstock.server.openai.generation import Cursor
+from penstock.server.openai.answer_parts import Part, Reasoning, ToolCallDelta
+from penstock.server.openai.conversation import Chat
+from penstock.server.openai.generation import Cursor, Delta
 
 
 class BlockKind(enum.Enum):
@@ -22,10 +22,13 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """One block so far. `text` is the reasoning, the content, or the JSON of a call's arguments."""
+    """One block so far. `text` is the reasoning, the content, or the JSON of a call's arguments. `call_index` counts
+    the answer's calls from 0.
+    """
 
     kind: BlockKind
     index: int
+    call_index: int = 0
     call_id: str = ""
     name: str = ""
     _pieces: list[str] = field(default_factory=list[str])
@@ -65,49 +68,60 @@ class Closed:
 BlockEvent = Opened | Grew | Closed
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The new part of a completion, as the engine's output and as changes of blocks."""
+
+    delta: Delta
+    events: list[BlockEvent]
+
+    def text(self, kind: BlockKind) -> str:
+        """Returns the text that blocks of this kind have gained."""
+        return "".join(each.text for each in self.events if isinstance(each, Grew) and each.block.kind is kind)
+
+
 class AnswerBlocks:
-    """Reads a conversation's only completion into blocks, at once or as it is generated. `blocks` are the blocks so
-    far; `completion` is the engine's output so far.
+    """Reads one completion of a conversation's answer into blocks, at once or as it is generated. `blocks` are the
+    blocks so far; `completion` is the engine's output so far.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, number: int = 0) -> None:
         self.blocks: list[Block] = []
         self.generation = chat.generation
+        self._number = number
         self._reader = chat.reader()
         self._cursor = Cursor()
         self._is_open = False
 
     @property
     def completion(self) -> CompletionOutput:
-        return self.generation.outputs[0].outputs[0]
+        return self.generation.outputs[0].outputs[self._number]
 
     @property
     def called(self) -> bool:
         """Whether the answer contains a call."""
         return self._reader.called
 
-    def read_whole(self) -> list[Block]:
-        """The blocks of a finished completion."""
-        list(self._advance())
-        return self.blocks
+    def advance(self) -> Update | None:
+        """Reads the new part of the completion; None if there is none."""
+        delta = self._cursor.advance(self.completion)
+        return None if delta is None else Update(delta, list(self._events(delta)))
 
     async def stream(self) -> AsyncGenerator[list[BlockEvent], None]:
         """Yields the changes of every update, at least one and possibly empty. Raises the engine's errors."""
         async with aclosing(self.generation.updates()) as updates:
             async for _ in updates:
-                yield list(self._advance())
+                update = self.advance()
+                yield [] if update is None else update.events
 
-    def _advance(self) -> Iterator[BlockEvent]:
-        delta = self._cursor.advance(self.completion)
-        if delta is None:
-            return
+    def _events(self, delta: Delta) -> Iterator[BlockEvent]:
         is_last = delta.finish_reason is not None
         yield from self._add(self._reader.read(delta.text, is_last))
         if is_last:
             yield from self._close()
 
-    def _add(self, delta: AnswerDelta) -> Iterator[BlockEvent]:
-        for part in delta.parts:
+    def _add(self, parts: list[Part]) -> Iterator[BlockEvent]:
+        for part in parts:
             if not self._continues(part):
                 yield from self._close()
                 self.blocks.append(self._make_block(part))
@@ -125,7 +139,7 @@ class AnswerBlocks:
     def _make_block(self, part: Part) -> Block:
         index = len(self.blocks)
         if isinstance(part, ToolCallDelta):
-            return Block(BlockKind.CALL, index, part.id or "", part.name or "")
+            return Block(BlockKind.CALL, index, part.index, part.id or "", part.name or "")
         return Block(_kind(part), index)
 
     def _close(self) -> Iterator[BlockEvent]:
@@ -140,18 +154,25 @@ def _kind(part: Part) -> BlockKind:
     return BlockKind.REASONING if isinstance(part, Reasoning) else BlockKind.TEXT
 
 
-def assistant_message(blocks: list[Block]) -> dict[str, Any]:
-    """Returns the answer as a conversation turn in the form of chat completions."""
-    content = "".join(block.text for block in blocks if block.kind is BlockKind.TEXT)
-    reasoning = "".join(block.text for block in blocks if block.kind is BlockKind.REASONING)
-    calls = [
+def text_of(blocks: list[Block], kind: BlockKind) -> str:
+    """Returns the text of all blocks of this kind."""
+    return "".join(block.text for block in blocks if block.kind is kind)
+
+
+def calls_of(blocks: list[Block]) -> list[dict[str, Any]]:
+    """Returns the calls in the form of chat completions."""
+    return [
         {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
         for block in blocks
         if block.kind is BlockKind.CALL
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
+
+
+def assistant_message(blocks: list[Block]) -> dict[str, Any]:
+    """Returns the answer as a conversation turn in the form of chat completions."""
+    message: dict[str, Any] = {"role": "assistant", "content": text_of(blocks, BlockKind.TEXT)}
+    if reasoning := text_of(blocks, BlockKind.REASONING):
         message["reasoning_content"] = reasoning
-    if calls:
+    if calls := calls_of(blocks):
         message["tool_calls"] = calls
     return message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,11 +12,10 @@ from penstock.frontend.input_processor import Prompt
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server.openai import generation, logprobs, prompts
-from penstock.server.openai.generation import Cursor, Delta, Generation
+from penstock.server.openai.generation import Cursor, Delta, Generation, News
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.service import Service, service_of
-from penstock.server.sse import DONE, event
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
@@ -92,25 +90,18 @@ class _Answer:
         fields = self._generation.transfer_fields
         return {**self._head, "choices": choices, "usage": self._usage(), **fields}
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        options = self._body.stream_options
+    def stream(self) -> AsyncGenerator[bytes, None]:
         cursors = [[Cursor() for _ in output.outputs] for output in self._generation.outputs]
-        async with aclosing(self._generation.updates()) as updates:
-            async for number in updates:
-                output = self._generation.outputs[number]
-                for cursor, completion in zip(cursors[number], output.outputs, strict=True):
-                    delta = cursor.advance(completion)
-                    if delta is None:
-                        continue
-                    chunk = {**self._head, "choices": [self._choice(number, output, delta)]}
-                    if delta.finish_reason is not None:
-                        chunk |= self._generation.transfer_fields
-                    if options is not None and options.include_usage:
-                        chunk["usage"] = self._usage() if options.continuous_usage_stats else None
-                    yield event(chunk)
-        if options is not None and options.include_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage()})
-        yield DONE
+
+        def news(number: int) -> News:
+            output = self._generation.outputs[number]
+            for cursor, completion in zip(cursors[number], output.outputs, strict=True):
+                delta = cursor.advance(completion)
+                if delta is not None:
+                    yield self._choice(number, output, delta), {}
+
+        options = self._body.stream_options
+        return generation.stream_chunks(self._generation, self._head, options, news, self._usage)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage()

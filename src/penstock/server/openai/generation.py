@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -19,17 +20,17 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.server import limits
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import formats
-from penstock.server.openai.protocol import EngineRequestBody, GenerationRequest, Usage
+from penstock.server.openai.protocol import EngineRequestBody, GenerationRequest, StreamOptions, Usage
 from penstock.server.service import Service
-from penstock.server.sse import REQUEST_ID_HEADER, EventStream, client_request_id, unless_disconnected
+from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, client_request_id, event, unless_disconnected
 from penstock.utils.errors import PenstockError, RequestError
 
-_SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
-    "num_speculative_tokens", "kv_transfer_params",
-)  # fmt: skip
+_CONVERTED = ("logit_bias", "structured_outputs")
+_SAMPLING_FIELDS = [
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED
+]
 _MAX_RANK_DIGITS = 9
 
 
@@ -282,6 +283,37 @@ def name_request(request: Request, body: EngineRequestBody, kind: str) -> Reques
         return RequestNames(name, name, name)
     name = f"{kind}-{given}"
     return RequestNames(name, f"{name}-{secrets.token_hex(8)}", given)
+
+
+News = Iterator[tuple[dict[str, Any], Mapping[str, Any]]]
+"""Choices with new content, and further fields of the chunks that hold them."""
+
+
+async def stream_chunks(
+    started: Generation,
+    head: Mapping[str, Any],
+    options: StreamOptions | None,
+    news: Callable[[int], News],
+    usage: Callable[[], Mapping[str, Any]] | None = None,
+) -> AsyncGenerator[bytes, None]:
+    """Streams the chunks of a completion or chat completion, each `head` with one choice. `news` takes the number of
+    the prompt whose output has changed; `usage` defaults to the generation's.
+    """
+    usage = usage or started.usage
+    shows_usage = options is not None and bool(options.include_usage)
+    counts = options is not None and bool(options.continuous_usage_stats)
+    async with aclosing(started.updates()) as updates:
+        async for number in updates:
+            for choice, fields in news(number):
+                chunk = {**head, "choices": [choice], **fields}
+                if choice["finish_reason"] is not None:
+                    chunk |= started.transfer_fields
+                if shows_usage:
+                    chunk["usage"] = usage() if counts else None
+                yield event(chunk)
+    if shows_usage:
+        yield event({**head, "choices": [], "usage": usage()})
+    yield DONE
 
 
 class Answer(Protocol):

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.server.errors import JSONResponse, NotFoundError
-from penstock.server.openai.chat import render_messages, template_options
+from penstock.server.openai.conversation import render_messages, template_options
 from penstock.server.openai.prompts import Tokenizing
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.openai.responses import ERRORS

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from typing_extensions import TypedDict
 
-from penstock.messages.sampling_params import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from penstock.messages.sampling_params import BOUNDS, MAX_COUNT, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from penstock.server import limits
 from penstock.server.openai.dialects import (
     MESSAGE_FIELDS,
@@ -24,13 +24,19 @@ from penstock.server.openai.dialects import (
 )
 from penstock.utils.errors import RequestError
 
+
+def within(parameter: str) -> Any:
+    """Describes a field with the bounds of a sampling parameter."""
+    bound = BOUNDS[parameter]
+    return Field(gt=bound.low, le=bound.high) if bound.excludes_low else Field(ge=bound.low, le=bound.high)
+
+
 Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 # Only the first error is reported; otherwise a list of a million errors could fill the memory.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 RequestId = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=limits.MAX_NAME_CHARACTERS)]
 
 
@@ -112,20 +118,20 @@ class GenerationRequest(EngineRequestBody):
     stream_options: StreamOptions | None = None
 
     # The OpenAI API's sampling fields.
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Seed | None = None
+    n: Annotated[int, within("n")] | None = None
+    temperature: Annotated[float, within("temperature")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
+    seed: Annotated[int, within("seed")] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
 
     # vLLM's.
-    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Count | None = None
+    top_k: Annotated[int, within("top_k")] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    min_tokens: Annotated[int, within("min_tokens")] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_TOKEN_LIST)] | None = None
     allowed_token_ids: TokenIds | None = None
@@ -136,8 +142,8 @@ class GenerationRequest(EngineRequestBody):
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncation_side: Literal["left", "right"] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    num_speculative_tokens: Count | None = None
+    prompt_logprobs: Annotated[int, within("prompt_logprobs")] | None = None
+    num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -150,6 +156,24 @@ class GenerationRequest(EngineRequestBody):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
+
+
+class PassedOnFields(RequestBody):
+    """vLLM's fields of the Responses and the Messages API: passed on to the chat completion, and checked there."""
+
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+    structured_outputs: Any = None
+    num_speculative_tokens: Any = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -166,8 +190,8 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count | None = 16
     max_completion_tokens: Count | None = None
     echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    logprobs: Annotated[int, within("logprobs")] | None = None
+    best_of: Annotated[int, within("n")] | None = None
 
 
 class ContentPart(RequestBody):
@@ -200,7 +224,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn. Fields that only some templates know are kept; `chat.render_messages` checks them against the
+    """One turn. Fields that only some templates know are kept; `conversation.render_messages` checks them against the
     template.
     """
 
@@ -266,10 +290,10 @@ class TemplateOptions(RequestBody):
 
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_tokens: Annotated[int, within("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, within("max_tokens")] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, within("logprobs")] | None = None
     echo: bool | None = False
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None

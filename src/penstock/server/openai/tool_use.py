@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.server import limits
-from penstock.server.openai.answer_parts import AnswerDelta, Part, Reasoning, Text, ToolCallDelta
+from penstock.server.openai.answer_parts import Part, Reasoning, Text, ToolCallDelta
 from penstock.server.openai.protocol import ChatCompletionRequest, Tool, ToolChoice
 from penstock.server.openai.reasoning import ReasoningReader
 from penstock.server.openai.tool_calls.parser import ToolCallParser
@@ -110,20 +110,20 @@ class AnswerReader:
     def called(self) -> bool:
         return self._parser is not None and self._parser.num_calls > 0
 
-    def read(self, text: str, is_last: bool) -> AnswerDelta:
+    def read(self, text: str, is_last: bool) -> list[Part]:
         """Returns the parts in the next piece; the last piece ends the reader."""
         parts = self._divide(*self._reasoning.feed(text))
         if is_last:
             parts += self._divide(*self._reasoning.finish())
             if self._parser is not None:
-                parts += self._parser.finish().parts
-        return AnswerDelta(tuple(part for part in parts if self._is_wanted(part)))
+                parts += self._parser.finish()
+        return [part for part in parts if self._is_wanted(part)]
 
     def _divide(self, reasoning: str, content: str) -> list[Part]:
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
         content, self._prefix = self._prefix + content, ""
         if self._parser is not None:
-            parts += self._parser.feed(content).parts
+            parts += self._parser.feed(content)
         elif content:
             parts.append(Text(content))
         return parts

@@ -9,14 +9,13 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from penstock.server.openai.protocol import ChatCompletionRequest
+from penstock.server.openai.protocol import ChatCompletionRequest, PassedOnFields
 from penstock.utils.errors import RequestError
 
-EXTRA_FIELDS = (
-    "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
-    "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs", "structured_outputs", "num_speculative_tokens",
-)  # fmt: skip
-"""Fields of chat completions that the other APIs do not have, and that are passed on unchanged."""
+
+def passed_on(body: PassedOnFields) -> dict[str, Any]:
+    """Returns the fields of chat completions that the other APIs do not have, and that are passed on unchanged."""
+    return {name: getattr(body, name) for name in PassedOnFields.model_fields}
 
 
 def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:

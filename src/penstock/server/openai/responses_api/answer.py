@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.messages.outputs import FinishReason
 from penstock.server.openai.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Closed, Opened, assistant_message
-from penstock.server.openai.chat import Chat
+from penstock.server.openai.conversation import Chat
 from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import ResponseStore, StoredResponse
 from penstock.server.sse import typed_event, with_errors
@@ -52,7 +52,7 @@ class ResponseAnswer:
         self._num_events = 0
 
     def whole(self) -> dict[str, Any]:
-        self._blocks.read_whole()
+        self._blocks.advance()
         return self._finish()
 
     def stream(self) -> AsyncGenerator[bytes, None]:

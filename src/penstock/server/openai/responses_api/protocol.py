@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from penstock.messages.sampling_params import MAX_COUNT
 from penstock.server import limits
 from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, EARLIER_ANSWER_FIELDS, RESPONSES_FIELDS
-from penstock.server.openai.protocol import FunctionDefinition, Name, RequestBody
+from penstock.server.openai.protocol import FunctionDefinition, Name, PassedOnFields, RequestBody, within
 
 MetadataText = Annotated[str, StringConstraints(max_length=limits.MAX_METADATA_CHARACTERS)]
 LongText = Annotated[str, StringConstraints(max_length=limits.MAX_TOOL_SCHEMA_BYTES)]
@@ -135,7 +135,7 @@ class AllowedTools(RequestBody):
     tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=limits.MAX_TOOLS)]
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(PassedOnFields):
     dialect = (*CLIENT_LIBRARY_FIELDS, *RESPONSES_FIELDS)
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
@@ -144,9 +144,9 @@ class ResponsesRequest(RequestBody):
     previous_response_id: Name | None = None
     store: bool | None = True
     stream: bool | None = False
-    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: Annotated[int, within("max_tokens")] | None = None
+    temperature: Annotated[float, within("temperature")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
     parallel_tool_calls: bool | None = True
@@ -156,21 +156,7 @@ class ResponsesRequest(RequestBody):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
 
-    # vLLM's, passed on to the chat completion and checked there.
-    top_k: Any = None
-    min_p: Any = None
-    seed: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    stop_token_ids: Any = None
-    priority: Any = None
-    cache_salt: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    num_speculative_tokens: Any = None
 
     # Accepted without effect.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None

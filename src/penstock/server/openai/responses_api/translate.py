@@ -19,7 +19,7 @@ from penstock.server.openai.responses_api.protocol import (
     RefusalPart,
     ResponsesRequest,
 )
-from penstock.server.openai.translation import EXTRA_FIELDS, chat_request, with_system
+from penstock.server.openai.translation import chat_request, passed_on, with_system
 from penstock.utils.errors import RequestError
 
 FIELD_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -62,7 +62,7 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
     tools, choice = _tools(body)
     return chat_request(
         {
-            **{name: getattr(body, name) for name in EXTRA_FIELDS},
+            **passed_on(body),
             "model": body.model,
             "messages": with_system(body.instructions or "", messages),
             "stream": body.stream,

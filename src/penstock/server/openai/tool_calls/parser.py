@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from penstock.server.openai.answer_parts import AnswerDelta, PartList
+from penstock.server.openai.answer_parts import Part, PartList
 
 MAX_TOOL_CALLS = 128
 """Maximum calls in one answer; the text of further calls is content."""
@@ -61,14 +61,14 @@ class ToolCallParser(ABC):
     def _answer(self) -> Scan[None]:
         """Reads the whole answer and never returns."""
 
-    def feed(self, text: str) -> AnswerDelta:
+    def feed(self, text: str) -> list[Part]:
         """Takes the completion's next piece, which may be empty, and returns its content and calls."""
         for char in text:
             self._held.append(char)
             self._scan.send(char)
         return self._parts.take()
 
-    def finish(self) -> AnswerDelta:
+    def finish(self) -> list[Part]:
         """Ends the completion: held text is content, unless it only separates calls."""
         self._scan.close()
         separator = self.num_calls and self._separating and not "".join(self._held).strip(self.SEPARATORS)
