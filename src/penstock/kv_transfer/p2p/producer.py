@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
     MAX_MESSAGE_BYTES,
@@ -417,7 +419,7 @@ class Producer:
         """Begins to digest what is missing of tokens [first, end)."""
         for start, stop in hold.digests.missing(first, end):
             self._num_jobs += 1
-            job_id = f"digest-{self._num_jobs}"
+            job_id = msgspec.structs.replace(hold.hold_id, part=self._num_jobs)
             hold.digests.begin(job_id, start, stop)
             self._state.jobs[job_id] = hold
             self._actions.append(Digest(job_id, hold.digests.reading, block_ids, start, stop))
