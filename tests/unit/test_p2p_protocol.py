@@ -668,8 +668,27 @@ def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() ->
         (named("b"), Reason.PREFILL_FAILED),
         (named("a"), Reason.UNKNOWN_REQUEST),
     ]
-    producer.poll(6.0)
+    producer.poll(10.0)
     assert producer.next_deadline is None
+
+
+@pytest.mark.parametrize(("ends_at", "is_held_until"), [(6.0, 16.0), (11.0, 111.0)])
+def test_blocks_are_held_only_for_a_lease_if_their_reader_has_waited_in_vain(
+    ends_at: float, is_held_until: float
+) -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(rendezvous="x"), 0.0)
+    producer.receive("other#1", fetch(rendezvous="x"), 1.0)
+    producer.poll(5.0)
+    assert refusals(producer) == [(named("load"), Reason.UNKNOWN_REQUEST)]
+    assert not producer._state.closed, "the other one still waits"
+    producer.poll(6.0)
+    assert refusals(producer) == [(named("load"), Reason.UNKNOWN_REQUEST)]
+    producer.poll(ends_at)
+    offer(producer, ends_at, "x")
+    assert producer.next_deadline == is_held_until
+    producer.receive(PEER, fetch("again", rendezvous="x"), ends_at)
+    assert any(isinstance(action, Digest) for action in producer.take_actions()), "the reader may come again"
 
 
 def test_a_reader_that_arrives_after_its_request_has_failed_does_not_wait() -> None:
