@@ -13,6 +13,7 @@ from penstock.messages.kv_transfer import (
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
+    TransferId,
     TransferReport,
     TransferStatus,
 )
@@ -20,7 +21,7 @@ from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds
 
 NUM_STEPS = 3
-SAVE = "save"
+LOAD, SAVE = TransferId("0", 0, part=1), TransferId("", 0)
 
 
 class DrivenConnector:
@@ -38,14 +39,14 @@ class DrivenScheduler(NullSchedulerConnector):
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._open: dict[str, tuple[int, int]] = {}
+        self._open: dict[TransferId, tuple[int, int]] = {}
         self._has_loaded = False
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         return Match(0 if self._has_loaded else self._block_size, is_async=True)
 
     def update_state_after_alloc(
-        self, request: RequestView, transfer_id: str, block_ids: BlockIds, num_computed_tokens: int, end: int
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
         self._has_loaded = True
         self._open[transfer_id] = num_computed_tokens, end
@@ -77,5 +78,5 @@ class DrivenWorker(NullWorkerConnector):
         if self._num_steps % NUM_STEPS:
             return KVConnectorOutput()
         failed, done = TransferStatus.FAILED, TransferStatus.DONE
-        reports = TransferReport("0/load-1", self._shard, failed), TransferReport(SAVE, self._shard, done)
+        reports = TransferReport(LOAD, self._shard, failed), TransferReport(SAVE, self._shard, done)
         return KVConnectorOutput(reports)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.kv_transfer.connector import ConnectorEvent, FinishAction, FinishResult, Released, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
-from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, KVConnectorOutput, ShardId
+from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 
@@ -33,7 +33,7 @@ class WakingConnector:
 
 class WakingScheduler(NullSchedulerConnector):
     def __init__(self, path: str) -> None:
-        self._held: list[str] = []
+        self._held: list[TransferId] = []
         self._num_steps = 0
         self._messages: list[bytes] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -97,8 +97,8 @@ PD_BUGS = (
         "requests with the same id have the same name towards other engines",
         "pd_prefix_hits",
         "core.request:Request.hold_id",
-        "{self.arrival_index}",
-        "",
+        "self.arrival_index",
+        "0",
     ),
     bug(
         "a cancelled read ends while bytes still move",
@@ -167,8 +167,8 @@ PD_BUGS = (
         "the engine's epoch is left out of the names of its workers' jobs",
         "pd_restart_same_address",
         f"{_JOBS}._on_wire",
-        'f"{self._epoch}:{name}"',
-        'f"epoch:{name}"',
+        "epoch=self._epoch",
+        'epoch="epoch"',
     ),
     bug(
         "a job ends with the first rank's report",

@@ -13,6 +13,7 @@ from unittest.mock import Mock, call
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 from examples.example_connector import ExampleConnector
@@ -31,6 +32,7 @@ from penstock.messages.kv_transfer import (
     HandshakePayload,
     KVConnectorOutput,
     ShardId,
+    TransferId,
     TransferReport,
     TransferStatus,
 )
@@ -42,6 +44,7 @@ from penstock.utils.shared_memory import attach_memory
 from penstock.utils.wire import Codec, register_kind
 
 ONE = frozenset({(0, 0)})
+LOAD = TransferId("r", 0, part=1)
 CACHE = cache_config(make_layers((0,), 2, has_drafter=False), 8, 4, num_heads=2)
 
 
@@ -252,12 +255,12 @@ class Vanishing(NullSchedulerConnector):
 
     def __init__(self, match: Match) -> None:
         self.match = match
-        self.begun: list[str] = []
+        self.begun: list[TransferId] = []
 
     def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Match:
         return self.match
 
-    def update_state_after_alloc(self, request: Any, transfer_id: str, *_: object) -> None:
+    def update_state_after_alloc(self, request: Any, transfer_id: TransferId, *_: object) -> None:
         self.begun.append(transfer_id)
 
 
@@ -266,8 +269,8 @@ def test_the_chosen_child_is_remembered_until_allocation() -> None:
     multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
     assert multi.get_num_new_matched_tokens(request, 0) == multi.get_num_new_matched_tokens(request, 0) == Match(4)
     children["first"].match, children["second"].match = Match(4), NO_MATCH
-    multi.update_state_after_alloc(request, "r/load-1", ((1,),), 0, 4)
-    assert [child.begun for child in children.values()] == [[], ["r/load-1"], []]
+    multi.update_state_after_alloc(request, LOAD, ((1,),), 0, 4)
+    assert [child.begun for child in children.values()] == [[], [LOAD], []]
     multi.get_num_new_matched_tokens(request, 0)
     multi.request_finished(request, (), FinishReason.LENGTH)
     assert not multi._chosen
@@ -341,14 +344,14 @@ def test_the_worker_side_reaches_every_child() -> None:
 
 def test_children_may_use_the_same_transfer_ids() -> None:
     reports = {
-        name: TransferReport("same", (0, 0), status)
+        name: TransferReport(LOAD, (0, 0), status)
         for name, status in (("first", TransferStatus.DONE), ("second", TransferStatus.FAILED))
     }
     workers = {name: Mock(get_finished=Mock(return_value=KVConnectorOutput((each,)))) for name, each in reports.items()}
     output = MultiWorker(cast(Any, workers)).get_finished(frozenset())
     strange = (
-        TransferReport("same", (0, 0), TransferStatus.DONE),
-        TransferReport("third\nsame", (0, 0), TransferStatus.DONE),
+        TransferReport(LOAD, (0, 0), TransferStatus.DONE),
+        TransferReport(replace(LOAD, child="third"), (0, 0), TransferStatus.DONE),
     )
     children = {name: Mock(update_connector_output=Mock(return_value=())) for name in reports}
     MultiScheduler(cast(Any, children)).update_connector_output(KVConnectorOutput((*output.reports, *strange)))
@@ -377,7 +380,7 @@ def test_a_file_that_vanishes_after_its_match_is_a_failed_load(example: tuple[An
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == 8
     (second,) = [path for path in tmp_path.rglob("*.safetensors") if path.name.startswith((b"b" * 32).hex())]
     second.unlink()
-    scheduler.update_state_after_alloc(REQUEST, "r/load-1", ((3, 4),), 0, 8)
+    scheduler.update_state_after_alloc(REQUEST, LOAD, ((3, 4),), 0, 8)
     worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=2)))
     worker.start_load_kv()
     output = worker.get_finished(frozenset())
@@ -391,7 +394,7 @@ def test_a_file_that_vanishes_after_its_match_is_a_failed_load(example: tuple[An
 def load(example: tuple[Any, Any], step: int) -> TransferReport:
     """Loads both blocks; returns the rank's report."""
     scheduler, worker = example
-    scheduler.update_state_after_alloc(REQUEST, f"r/load-{step}", ((3, 4),), 0, 8)
+    scheduler.update_state_after_alloc(REQUEST, replace(LOAD, part=step), ((3, 4),), 0, 8)
     worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=step)))
     worker.start_load_kv()
     output = worker.get_finished(frozenset())
@@ -461,7 +464,7 @@ def test_engines_share_files_if_weights_and_ranks_are_the_same(
     changes: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
     given = context(**EXAMPLE, kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
-    scheduler = make_scheduler_connector(msgspec.structs.replace(given, **changes))
+    scheduler = make_scheduler_connector(replace(given, **changes))
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
 
 

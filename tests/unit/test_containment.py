@@ -27,7 +27,7 @@ from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connec
 from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from penstock.messages.kv_transfer import KVConnectorOutput
+from penstock.messages.kv_transfer import KVConnectorOutput, TransferId
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -53,7 +53,7 @@ class BrokenConnector(NullSchedulerConnector):
         self._error = error or AssertionError("a bug")
         self._match = Match() if match is None else match
         self.known: set[str] = set()
-        self.begun: list[str] = []
+        self.begun: list[TransferId] = []
         self.events: list[ConnectorEvent] = []
 
     def _break(self, where: str, request: RequestView) -> None:
@@ -68,7 +68,7 @@ class BrokenConnector(NullSchedulerConnector):
         self._break("get_num_new_matched_tokens", request)
         return self._match if request.request_id == POISON else Match()
 
-    def update_state_after_alloc(self, request: RequestView, transfer_id: str, *_: object) -> None:
+    def update_state_after_alloc(self, request: RequestView, transfer_id: TransferId, *_: object) -> None:
         self.begun.append(transfer_id)
         self._break("update_state_after_alloc", request)
 

@@ -8,20 +8,30 @@ import pytest
 
 from penstock.kv_transfer.aggregate import aggregate
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
-from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import (
+    NO_OUTPUT,
+    BadRange,
+    KVConnectorOutput,
+    TransferId,
+    TransferReport,
+    TransferStatus,
+)
 
 DONE, FAILED = TransferStatus.DONE, TransferStatus.FAILED
+NAME, OTHER = TransferId("r", 0, part=1), TransferId("r", 0, part=2)
 SHARDS = frozenset({(0, 0), (0, 1), (1, 0)})
 
 
-def report(shard: tuple[int, int], status: TransferStatus = DONE, *bad: BadRange, name: str = "t") -> TransferReport:
+def report(
+    shard: tuple[int, int], status: TransferStatus = DONE, *bad: BadRange, name: TransferId = NAME
+) -> TransferReport:
     return TransferReport(name, shard, status, bad)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(sorted(SHARDS))))
 def test_a_transfer_is_complete_when_every_shard_has_reported(order: tuple[tuple[int, int], ...]) -> None:
     ledger = TransferLedger[str]()
-    ledger.open("t", SHARDS, "owner")
+    ledger.open(NAME, SHARDS, "owner")
     for shard in order[:-1]:
         assert ledger.apply(report(shard)) is None
         assert ledger.apply(report(shard)) is None, "a duplicate completes nothing"
@@ -36,17 +46,17 @@ def test_a_transfer_is_complete_when_every_shard_has_reported(order: tuple[tuple
 
 def test_as_many_reports_as_shards_are_not_enough() -> None:
     ledger = TransferLedger[str]()
-    ledger.open("t", SHARDS, "owner")
-    strange = [report((0, 0)), report((0, 0), FAILED), report((9, 9)), report((0, 1), name="other")]
+    ledger.open(NAME, SHARDS, "owner")
+    strange = [report((0, 0)), report((0, 0), FAILED), report((9, 9)), report((0, 1), name=OTHER)]
     assert [ledger.apply(each) for each in strange] == [None] * 4
-    assert "t" in ledger
+    assert NAME in ledger
     assert (ledger.num_duplicates, ledger.num_unknown) == (1, 2)
 
 
 @pytest.mark.parametrize("order", [(DONE, FAILED), (FAILED, DONE)])
 def test_a_shard_that_contradicts_itself_has_failed(order: tuple[TransferStatus, TransferStatus]) -> None:
     ledger = TransferLedger[str]()
-    ledger.open("t", SHARDS, "owner")
+    ledger.open(NAME, SHARDS, "owner")
     bad = BadRange(0, 16, 32)
     for status in order:
         assert ledger.apply(report((0, 0), status, *([bad] if status is FAILED else []))) is None
@@ -61,11 +71,11 @@ def test_a_shard_that_contradicts_itself_has_failed(order: tuple[TransferStatus,
 
 def test_a_transfer_name_is_used_once() -> None:
     ledger = TransferLedger[str]()
-    ledger.open("t", SHARDS, "owner")
+    ledger.open(NAME, SHARDS, "owner")
     with pytest.raises(AssertionError, match="twice"):
-        ledger.open("t", SHARDS, "owner")
+        ledger.open(NAME, SHARDS, "owner")
     with pytest.raises(AssertionError, match="no rank"):
-        ledger.open("u", (), "owner")
+        ledger.open(OTHER, (), "owner")
 
 
 def test_the_missing_ranges_are_the_union_over_shards() -> None:

@@ -13,7 +13,7 @@ from penstock.kv_transfer.p2p.messages import ReadJob, Shard
 from penstock.kv_transfer.p2p.moves import Mover, Read
 from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
-from penstock.messages.kv_transfer import ShardId
+from penstock.messages.kv_transfer import ShardId, TransferId
 from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
@@ -145,7 +145,7 @@ class Rig:
         """Has begun, if it could."""
         self.fault = fault
         blocks = {"block_ids": TABLES["consumer"], "remote_block_ids": TABLES["producer"]}
-        job = ReadJob(job_id=name, peer="p/1", first=0, end=BLOCK_SIZE, digests=(), **blocks)
+        job = ReadJob(job_id=TransferId(name, 0), peer="p/1", first=0, end=BLOCK_SIZE, digests=(), **blocks)
         read = Read(job, self.peer, dict(self.slices))
         self.mover.add(read)
         for _ in range(10):

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.kv_transfer.connector import NO_MATCH, PENDING
 from penstock.kv_transfer.digest import Attestation
@@ -15,7 +16,7 @@ from penstock.kv_transfer.offload.policies import LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig, KVCacheGroup, KVCacheSpec
-from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId, TransferReport, TransferStatus
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.utils.clock import ManualClock
@@ -52,13 +53,13 @@ def add_request(scheduler: OffloadingScheduler, name: str, num_blocks: int, star
     return request
 
 
-def report(scheduler: OffloadingScheduler, job_id: str, rank: int, *digests: bytes, **changes: Any) -> list[Any]:
+def report(scheduler: OffloadingScheduler, job_id: TransferId, rank: int, *digests: bytes, **changes: Any) -> list[Any]:
     """Reports the end of a job on a rank; returns the events."""
     done = TransferReport(job_id, (0, rank), **{"status": DONE, "digests": digests, **changes})
     return list(scheduler.update_connector_output(KVConnectorOutput((done,))))
 
 
-def begin_store(scheduler: OffloadingScheduler, request: Any, end: int) -> str:
+def begin_store(scheduler: OffloadingScheduler, request: Any, end: int) -> TransferId:
     """Completes blocks [0, end) of the request, in engine blocks from 1 on. Returns the name of their store."""
     scheduler.on_blocks_complete(request, [list(range(1, end + 1))] * len(scheduler._groups), 0, end)
     (job,) = scheduler.build_connector_meta(SchedulerOutput(step=1)).stores
@@ -73,10 +74,16 @@ def store(scheduler: OffloadingScheduler, request: Any, end: int, num_ranks: int
             report(scheduler, job.job_id, rank, *[digest(b"part")] * len(job.blocks))
 
 
-def begin_load(scheduler: OffloadingScheduler, request: Any, tables: tuple[tuple[int, ...], ...], end: int) -> str:
+def load_of(request_id: str) -> TransferId:
+    return TransferId(request_id, 0, part=1)
+
+
+def begin_load(
+    scheduler: OffloadingScheduler, request: Any, tables: tuple[tuple[int, ...], ...], end: int
+) -> TransferId:
     """Allocates blocks for the KV that is found for the request, up to token `end`. Returns the name of its load."""
     assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == end
-    scheduler.update_state_after_alloc(request, f"{request.request_id}/load", tables, 0, end)
+    scheduler.update_state_after_alloc(request, load_of(request.request_id), tables, 0, end)
     (load,) = scheduler.build_connector_meta(SchedulerOutput(step=2)).loads
     return load.job_id
 
@@ -147,7 +154,7 @@ def test_a_load_is_complete_when_every_rank_has_read_its_part() -> None:
     assert not manager.prepare_store(other), "the other rank may still be reading the only chunk"
     assert scheduler.has_pending_work
     (ended,) = report(scheduler, job_id, 1)
-    assert (ended.transfer_id, ended.bad_ranges) == ("second/load", ())
+    assert (ended.transfer_id, ended.bad_ranges) == (load_of("second"), ())
     assert manager.prepare_store(other)
     scheduler.check_integrity()
 
@@ -178,7 +185,7 @@ def test_blocks_outside_of_a_window_are_neither_stored_nor_loaded() -> None:
     report(scheduler, job.job_id, 0, *[digest(b"part")] * 4)
     second = add_request(scheduler, "second", 3)
     assert scheduler.get_num_new_matched_tokens(second, 0).num_tokens == 12
-    scheduler.update_state_after_alloc(second, "second/load", tuple(map(tuple, tables)), 0, 12)
+    scheduler.update_state_after_alloc(second, load_of("second"), tuple(map(tuple, tables)), 0, 12)
     (load,) = scheduler.build_connector_meta(SchedulerOutput(step=2)).loads
     assert [(block.group, block.block_id, block.index) for block in load.blocks] == [
         (0, 5, 0),
@@ -242,8 +249,8 @@ def test_reports_of_another_run_change_nothing() -> None:
     manager = OffloadingManager(9, LRUPolicy())
     scheduler = make_scheduler(manager)
     job_id = begin_store(scheduler, add_request(scheduler, "r", 1), 1)
-    assert job_id.startswith("epoch/")
-    report(scheduler, job_id.replace("epoch", "earlier"), 0, digest(b"part"))
+    assert job_id.epoch == "epoch"
+    report(scheduler, replace(job_id, epoch="earlier"), 0, digest(b"part"))
     assert manager.lookup(make_key(0)) is PENDING_KEY
 
 

@@ -23,6 +23,7 @@ from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import TransferReport, TransferStatus
 from penstock.utils.digest import DIGEST_BYTES
 from tests.unit.offload_fakes import make_key
+from tests.unit.transfer_names import named
 
 MIB = 1 << 20
 
@@ -54,7 +55,7 @@ def make_worker(view: Any, block_bytes: int) -> OffloadingWorker:
 
 def make_load(name: str, num_blocks: int, first: int = 1, digest: bytes | None = None) -> OffloadLoad:
     blocks = (LoadBlock(0, first + index, index, index, digest) for index in range(num_blocks))
-    return OffloadLoad(name, tuple(blocks))
+    return OffloadLoad(named(name), tuple(blocks))
 
 
 def run_step(
@@ -75,7 +76,7 @@ def test_a_long_load_takes_several_steps() -> None:
     assert view.written == [(0, 1), (0, 2)], "two blocks of 3 MiB fit into 8 MiB"
     assert run_step(worker) == []
     assert view.written[2:] == [(0, 3), (0, 4)]
-    assert [report.transfer_id for report in run_step(worker)] == ["one", "two"]
+    assert [report.transfer_id for report in run_step(worker)] == [named("one"), named("two")]
     assert view.written[4:] == [(0, 5), (0, 50)], "loads stay in order, and share a step's bytes"
     assert run_step(worker) == []
 
@@ -93,7 +94,7 @@ def test_a_block_larger_than_the_limit_is_loaded_alone() -> None:
     worker = make_worker(view, 9 * MIB)
     assert run_step(worker, make_load("one", 2)) == []
     assert len(view.written) == 1
-    assert [report.transfer_id for report in run_step(worker)] == ["one"]
+    assert [report.transfer_id for report in run_step(worker)] == [named("one")]
 
 
 def test_a_load_to_a_device_takes_one_step() -> None:
@@ -128,7 +129,7 @@ class DeviceView(CountingView):
             raise self.error
 
 
-STORE = OffloadStore("store", (StoreBlock(0, 1, 0, is_attested=True), StoreBlock(0, 2, 1, is_attested=False)))
+STORE = OffloadStore(named("store"), (StoreBlock(0, 1, 0, is_attested=True), StoreBlock(0, 2, 1, is_attested=False)))
 
 
 def test_copies_of_a_device_are_reported_when_they_have_ended() -> None:
@@ -138,7 +139,7 @@ def test_copies_of_a_device_are_reported_when_they_have_ended() -> None:
     assert run_step(worker) == []
     view.is_done = True
     stored, loaded = run_step(worker)
-    assert (stored.transfer_id, loaded.transfer_id) == ("store", "load")
+    assert (stored.transfer_id, loaded.transfer_id) == (named("store"), named("load"))
     assert [len(each) for each in stored.digests] == [DIGEST_BYTES, 0], "one of the blocks has a digest"
     assert view.num_waits == 2
     assert run_step(worker) == []
@@ -176,8 +177,8 @@ def test_a_rank_without_the_layers_of_a_group_loads_and_stores_nothing_of_it() -
     heads = {(0, 0): {"a": (0, 1)}, (1, 0): {"b": (0, 1)}}
     worker = OffloadingWorker(OffloadRegion(12, chunks.chunk_bytes), (0, 0), chunks, heads)
     worker.register_kv_caches(view)
-    store = OffloadStore("store", tuple(StoreBlock(group, 1, group, is_attested=True) for group in range(2)))
-    load = OffloadLoad("load", tuple(LoadBlock(group, 1, group, 0, None) for group in range(2)))
+    store = OffloadStore(named("store"), tuple(StoreBlock(group, 1, group, is_attested=True) for group in range(2)))
+    load = OffloadLoad(named("load"), tuple(LoadBlock(group, 1, group, 0, None) for group in range(2)))
     view.is_done = True
     stored, _ = run_step(worker, load, stores=(store,))
     assert view.written == [(0, 1)]

@@ -26,6 +26,7 @@ from penstock.kv_transfer.p2p.socket_channel import PURPOSE, SocketChannel
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.hosts import is_ip_address
+from tests.unit.transfer_names import named
 
 KEY = b"a key of thirty-two bytes or so.."
 HOST = "127.0.0.1"
@@ -90,10 +91,10 @@ def test_messages_arrive_in_order_in_both_directions() -> None:
     with channels() as (left, right):
         there, here = connect(left, right)
         for number in range(100):
-            left.send(there, Done(f"{number}"))
-            right.send(here, Abort("x" * number * 1000))
-        assert take(right, 100) == [Received(here, Done(f"{number}")) for number in range(100)]
-        assert take(left, 100) == [Received(there, Abort("x" * number * 1000)) for number in range(100)]
+            left.send(there, Done(named(f"{number}")))
+            right.send(here, Abort(named("x" * number * 1000)))
+        assert take(right, 100) == [Received(here, Done(named(f"{number}"))) for number in range(100)]
+        assert take(left, 100) == [Received(there, Abort(named("x" * number * 1000))) for number in range(100)]
 
 
 def test_messages_sent_before_the_end_arrive() -> None:
@@ -165,7 +166,7 @@ def test_a_name_without_an_address_fails_only_that_connection(monkeypatch: pytes
         assert isinstance(event, Lost)
         assert event.peer == peer
         assert "prefill-9.prefill has no address" in event.reason
-        left.send(there, Done("still here"))
+        left.send(there, Done(named("still here")))
         assert isinstance(take(right)[0], Received)
 
 
@@ -184,7 +185,7 @@ def test_an_unresponsive_name_server_delays_nothing_else(monkeypatch: pytest.Mon
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
         for _ in range(2):
             peer = left.dial(("slow.example", 5600))
-            left.send(there, Done("still here"))
+            left.send(there, Done(named("still here")))
             assert isinstance(take(right)[0], Received)
             (event,) = take(left)
             assert isinstance(event, Lost)
@@ -192,7 +193,7 @@ def test_an_unresponsive_name_server_delays_nothing_else(monkeypatch: pytest.Mon
             assert "no name server has answered" in event.reason
         assert asked == ["slow.example"]
         answer.set()
-        left.send(there, Done("still here"))
+        left.send(there, Done(named("still here")))
         assert isinstance(take(right)[0], Received)
         assert is_silent(left)
 
@@ -239,8 +240,8 @@ def test_garbage_is_refused_and_does_not_affect_other_connections(data: bytes) -
             rogue.shutdown(socket.SHUT_WR)
             while rogue.recv(4096):
                 pass
-        left.send(there, Done("still here"))
-        assert take(right) == [Received(here, Done("still here"))]
+        left.send(there, Done(named("still here")))
+        assert take(right) == [Received(here, Done(named("still here")))]
 
 
 def test_unauthenticated_connections_do_not_lock_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +259,8 @@ def test_unauthenticated_connections_do_not_lock_others_out(monkeypatch: pytest.
         assert get(right.address, "/query") == (200, {})
         assert oldest.recv(1) == b""
         for left, (there, here) in zip(others, lines, strict=True):
-            left.send(there, Done("still here"))
-            assert take(right) == [Received(here, Done("still here"))]
+            left.send(there, Done(named("still here")))
+            assert take(right) == [Received(here, Done(named("still here")))]
 
 
 @contextlib.contextmanager
@@ -276,7 +277,7 @@ def member(channel: SocketChannel) -> Iterator[tuple[socket.socket, Sealer]]:
 
 def test_an_altered_frame_ends_the_connection() -> None:
     with channels(1) as (right,), member(right) as (rogue, sealer):
-        frame = bytearray(sealer.seal(CODEC.encode(Done("a"))))
+        frame = bytearray(sealer.seal(CODEC.encode(Done(named("a")))))
         frame[-1] ^= 1
         rogue.sendall(frame)
         (event,) = take(right)
@@ -297,7 +298,7 @@ def test_a_closing_connection_ends_although_its_peer_reads_nothing(monkeypatch: 
     monkeypatch.setattr(channel_module, "_CLOSE_SECONDS", 0.2)
     with channels(1) as (right,), member(right):
         (here,) = right._connections
-        right.send(here, Abort("x" * MAX_MESSAGE_BYTES))
+        right.send(here, Abort(named("x" * MAX_MESSAGE_BYTES)))
         right.hang_up(here)
         deadline = SystemClock().now() + SECONDS
         while right._connections:
@@ -321,8 +322,8 @@ def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
         right.wake_at(when - 0.1)
         right.wake_at(None)
         right.wake_at(when)
-        left.send(there, Done("before"))
-        assert take(right) == [Received(here, Done("before"))]
+        left.send(there, Done(named("before")))
+        assert take(right) == [Received(here, Done(named("before")))]
         recorder = recorder_of(right)
         assert recorder.is_time.wait(SECONDS)
         assert SystemClock().now() >= when
@@ -364,7 +365,7 @@ def test_events_before_the_start_are_kept() -> None:
     with contextlib.closing(right), channels(1) as (left,):
         peer = left.dial(right.address)
         assert take(left) == [Connected(peer, is_outgoing=True)]
-        left.send(peer, Done("early"))
+        left.send(peer, Done(named("early")))
         assert isinstance(take(start(right))[0], Connected)
         assert isinstance(take(right)[0], Received)
 
@@ -390,9 +391,9 @@ def test_events_before_the_start_are_limited(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.closing(right), channels(1) as (left,):
         peer = left.dial(right.address)
         take(left)
-        left.send(peer, Done("1"))
+        left.send(peer, Done(named("1")))
         wait_for_events(right, 2)
-        left.send(peer, Done("2"))
+        left.send(peer, Done(named("2")))
         (event,) = take(left)
         assert isinstance(event, Lost)
 
@@ -402,7 +403,7 @@ def test_a_peer_that_reads_nothing_loses_its_connection(monkeypatch: pytest.Monk
     with channels(1) as (right,), member(right):
         (here,) = right._connections
         for _ in range(2):
-            right.send(here, Abort("x" * (MAX_MESSAGE_BYTES - 100)))
+            right.send(here, Abort(named("x" * (MAX_MESSAGE_BYTES - 100))))
         assert take(right) == [Lost(here, "the peer does not read what is sent")]
 
 
@@ -415,8 +416,8 @@ def test_a_message_that_arrives_with_the_end_of_the_handshake_is_not_lost() -> N
             accepted.sendall(authentication.greeting())
             while not authentication.is_done:
                 answer = authentication.receive(accepted.recv(4096))
-            accepted.sendall(answer + authentication.sealer().seal(CODEC.encode(Done("first"))))
-            assert take(left, 2) == [Connected(peer, is_outgoing=True), Received(peer, Done("first"))]
+            accepted.sendall(answer + authentication.sealer().seal(CODEC.encode(Done(named("first")))))
+            assert take(left, 2) == [Connected(peer, is_outgoing=True), Received(peer, Done(named("first")))]
 
 
 def test_a_message_that_the_handler_cannot_process_costs_its_connection() -> None:
@@ -425,16 +426,16 @@ def test_a_message_that_the_handler_cannot_process_costs_its_connection() -> Non
         recorder = recorder_of(right)
 
         def fail(event: ChannelEvent) -> None:
-            if isinstance(event, Received) and event.message == Done("bug"):
+            if isinstance(event, Received) and event.message == Done(named("bug")):
                 raise ZeroDivisionError
             recorder.events.put(event)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recorder, "on_event", fail)
-            left.send(there, Done("bug"))
+            left.send(there, Done(named("bug")))
             assert take(right) == [Lost(here, "its message cannot be processed: ZeroDivisionError")]
         assert isinstance(take(left)[0], Lost)
-        other.send(from_other, Done("still here"))
+        other.send(from_other, Done(named("still here")))
         assert isinstance(take(right)[0], Received)
         right.check()
 
@@ -518,8 +519,8 @@ def test_an_endless_query_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_channel_without_ports_only_dials() -> None:
     with channels(1) as (right,), contextlib.closing(start(SocketChannel(HOST, {}, KEY))) as left:
         there, here = connect(left, right)
-        left.send(there, Done("a"))
-        assert take(right) == [Received(here, Done("a"))]
+        left.send(there, Done(named("a")))
+        assert take(right) == [Received(here, Done(named("a")))]
 
 
 @pytest.mark.parametrize("option", ["kv_port", "bootstrap_port"])

@@ -54,13 +54,21 @@ from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, Close, PeerKey, 
 from penstock.kv_transfer.p2p.socket_channel import SocketChannel
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_layout import KVLayout
-from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import (
+    NO_OUTPUT,
+    BadRange,
+    KVConnectorOutput,
+    TransferId,
+    TransferReport,
+    TransferStatus,
+)
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.clock import Clock, ManualClock, SystemClock
 from penstock.utils.errors import PeerError, RequestError
 from tests.unit.kv_memory_fakes import make_layout, model
-from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES, resolve
+from tests.unit.test_p2p_protocol import ADDRESS, HOLD, LOAD, OFFICE, PROMPT, RULES, resolve
+from tests.unit.transfer_names import named
 
 PEER = "peer"
 LAYOUT = make_layout(model(2), 4)
@@ -138,9 +146,9 @@ class Engine(Core):
 
 
 def begin(engine: Core, name: str = "load", tables: BlockIds = ((1, 2), (1, 2))) -> None:
-    """The scheduler's name for the load is `to NAME`."""
-    engine.exchange.want(name, RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
-    engine.exchange.begin_load(name, f"to {name}", tables, 0, 4)
+    """The scheduler's name for the load is `named(NAME, 1)`."""
+    engine.exchange.want(named(name), RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    engine.exchange.begin_load(named(name), named(name, 1), tables, 0, 4)
 
 
 def hello(layout: KVLayout = LAYOUT, **changes: Any) -> Hello:
@@ -155,8 +163,8 @@ def hello(layout: KVLayout = LAYOUT, **changes: Any) -> Hello:
         [Received(PEER, hello(meaning={**MEANING, LONG: ""}))],
         [Received(PEER, hello(transport=LONG))],
         [Received(PEER, hello(replace(LAYOUT, layers=(replace(LAYOUT.layers[0], name=LONG, dtype=LONG),))))],
-        [Received(PEER, Refuse("", Reason.OTHER_MODEL, LONG))],
-        [Received(PEER, hello()), Received(PEER, Refuse("load", Reason.OVERLOADED, LONG))],
+        [Received(PEER, Refuse(None, Reason.OTHER_MODEL, LONG))],
+        [Received(PEER, hello()), Received(PEER, Refuse(LOAD, Reason.OVERLOADED, LONG))],
         [Received(PEER, hello()), Received(PEER, Bye(LONG))],
         [Lost(PEER, LONG)],
     ],
@@ -177,7 +185,6 @@ class Request:
     """A prompt that another engine will decode."""
 
     request_id: str
-    hold_id: str
     kv_transfer_params: Mapping[str, Any]
     cache_salt: str | None = None
     prompt_token_ids: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -185,16 +192,20 @@ class Request:
     num_tokens: int = 5
     num_prompt_tokens: int = 5
 
+    @property
+    def hold_id(self) -> TransferId:
+        return named(self.request_id)
+
 
 def test_a_reader_waits_for_a_request_that_comes_again_after_an_abort() -> None:
     engine = Engine()
     params = {"do_remote_decode": True, "transfer_id": "x"}
-    first, again = Request("first", "first/hold", params), Request("again", "again/hold", params)
+    first, again = Request("first", params), Request("again", params)
     engine.scheduler.on_new_request(first)
     engine.scheduler.request_finished(first, (), FinishReason.ABORT)
     engine.scheduler.on_new_request(again)
     digest = digest_prompt(again.prompt_token_ids, None)
-    fetch = Fetch(transfer_id="load", first=0, end=4, prompt_digest=digest, rendezvous="x")
+    fetch = Fetch(transfer_id=LOAD, first=0, end=4, prompt_digest=digest, rendezvous="x")
     engine.hear(Connected(PEER, is_outgoing=False), Received(PEER, hello()), Received(PEER, fetch))
     assert not [each for each in engine.channel.sent if isinstance(each, Refuse)]
     engine.scheduler.request_finished(again, ((1, 2), (1, 2)), FinishReason.LENGTH)
@@ -221,7 +232,7 @@ def plan_of(request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> A
 
 def test_blocks_are_digested_by_the_step_that_completes_them() -> None:
     engine = Engine()
-    engine.scheduler.on_new_request(with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11))
+    engine.scheduler.on_new_request(with_tokens(Request("a", {"do_remote_decode": True}), 11))
     jobs = [
         engine.scheduler.build_connector_meta(plan_of("a", num_tokens, computed)).digests
         for num_tokens, computed in ((3, 0), (3, 3), (6, 6))
@@ -232,7 +243,7 @@ def test_blocks_are_digested_by_the_step_that_completes_them() -> None:
 
 def test_blocks_with_draft_kv_are_digested_when_the_drafter_has_completed_them() -> None:
     core = Core("p", ScriptedChannel(), ManualClock(), digests_next_step=True)
-    request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
+    request = with_tokens(Request("a", {"do_remote_decode": True}), 11)
     core.scheduler.on_new_request(request)
     assert core.scheduler.build_connector_meta(plan_of("a", 8)).digests == ()
     core.scheduler.on_blocks_complete(request, ((1, 2), (1, 2)), 0, 1)
@@ -255,17 +266,17 @@ def test_a_producer_answers_everything_without_a_step() -> None:
             cores.append(Core(name, channel, SystemClock(), rules))
             stack.callback(cores[-1].scheduler.shutdown)
         p, d = cores
-        prefill = Request("prefill", "prefill/hold", {"do_remote_decode": True})
+        prefill = Request("prefill", {"do_remote_decode": True})
         p.scheduler.on_new_request(prefill)
         (job,) = p.scheduler.build_connector_meta(plan_of("prefill", 5)).digests
         p.exchange.apply(KVConnectorOutput((digests_of(job),)))
         params = p.scheduler.request_finished(prefill, ((1, 2), (1, 2)), FinishReason.LENGTH).kv_transfer_params
         # From here on P's core is busy.
         assert params is not None
-        decode = Request("decode", "decode/hold", params)
+        decode = Request("decode", params)
         d.scheduler.on_new_request(decode)
         assert d.scheduler.get_num_new_matched_tokens(decode, 0).num_tokens == 4
-        d.scheduler.update_state_after_alloc(decode, "load", ((5,), (5,)), 0, 4)
+        d.scheduler.update_state_after_alloc(decode, named(decode.request_id, 1), ((5,), (5,)), 0, 4)
         reads: tuple[ReadJob, ...] = ()
         while not reads:
             d.exchange.wait(SECONDS)
@@ -284,9 +295,9 @@ def test_a_producer_answers_everything_without_a_step() -> None:
             d.exchange.wait(SECONDS)
             d.exchange.take_metadata(computes=False)
             events = d.exchange.apply(NO_OUTPUT)
-        assert events == [LoadEnded("load")]
+        assert events == [LoadEnded(named("decode", 1))]
         assert p.scheduler.has_pending_work, "P's core is to release the blocks"
-        assert p.exchange._events == [Released("prefill/hold")]
+        assert p.exchange._events == [Released(named("prefill"))]
         for core in cores:
             core.scheduler.check_integrity()
 
@@ -295,13 +306,13 @@ def test_requests_beyond_the_share_of_the_pool_get_no_ticket_and_free_their_bloc
     engine = Engine()
     results: list[FinishResult] = []
     for name in ("first", "second"):
-        request = Request(name, f"{name}/hold", {"do_remote_decode": True})
+        request = Request(name, {"do_remote_decode": True})
         engine.scheduler.on_new_request(request)
         block = len(results) * 4 + 1
         results.append(engine.scheduler.request_finished(request, ((block, block + 1),) * 2, FinishReason.LENGTH))
     assert results[0].action is FinishAction.HOLD
     assert results[1] == FinishResult(FinishAction.HOLD, results[1].kv_transfer_params)
-    request = Request("third", "third/hold", {"do_remote_decode": True})
+    request = Request("third", {"do_remote_decode": True})
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.request_finished(request, ((9, 10),) * 2, FinishReason.LENGTH) == FREED
     engine.scheduler.check_integrity()
@@ -342,14 +353,14 @@ def test_every_call_uses_what_both_threads_share_under_the_lock() -> None:
         setattr(exchange, part, Guarded(getattr(exchange, part), lock))
     tables = ((1, 2), (1, 2))
     begin(engine)
-    exchange.wanted("load")
-    exchange.cancel("load")
+    exchange.wanted(LOAD)
+    exchange.cancel(LOAD)
     for name in ("held", "withdrawn"):
-        exchange.expect(name, name)
-        exchange.restart(name)
-        exchange.on_computed(name, tables, 0, 4)
-    assert exchange.offer(Offer(hold_id="held", prompt_digest=PROMPT, num_tokens=5, block_ids=tables))
-    exchange.withdraw("withdrawn")
+        exchange.expect(named(name), name)
+        exchange.restart(named(name))
+        exchange.on_computed(named(name), tables, 0, 4)
+    assert exchange.offer(Offer(hold_id=named("held"), prompt_digest=PROMPT, num_tokens=5, block_ids=tables))
+    exchange.withdraw(named("withdrawn"))
     for event in (Connected(PEER, is_outgoing=True), Received(PEER, hello()), Lost(PEER, "gone")):
         exchange.on_event(event)
     exchange.on_time()
@@ -395,7 +406,7 @@ TABLES = ((1, 2), (1, 2))
 def prefill(engine: Engine, name: str = "a", rendezvous: str = "") -> str:
     """Runs a request of which the first four tokens are in whole blocks. Returns its ticket."""
     params: dict[str, object] = {"do_remote_decode": True}
-    request = Request(name, f"{name}/hold", {**params, "transfer_id": rendezvous} if rendezvous else params)
+    request = Request(name, {**params, "transfer_id": rendezvous} if rendezvous else params)
     engine.scheduler.on_new_request(request)
     result = engine.scheduler.request_finished(request, TABLES, FinishReason.LENGTH)
     assert result.kv_transfer_params is not None
@@ -404,7 +415,7 @@ def prefill(engine: Engine, name: str = "a", rendezvous: str = "") -> str:
 
 def reader_of(ticket: str = "", rendezvous: str = "", end: int = 4) -> Fetch:
     digest = digest_prompt((1, 2, 3, 4, 5), None)
-    return Fetch(transfer_id="load", first=0, end=end, prompt_digest=digest, ticket=ticket, rendezvous=rendezvous)
+    return Fetch(transfer_id=LOAD, first=0, end=end, prompt_digest=digest, ticket=ticket, rendezvous=rendezvous)
 
 
 def meet(engine: Engine, layout: KVLayout = LAYOUT, *, is_outgoing: bool = False) -> None:
@@ -438,15 +449,15 @@ def test_the_core_is_woken_by_events_and_jobs_and_by_nothing_else() -> None:
     assert not engine.scheduler.has_pending_work
     # An event of a peer, and one of the time.
     calls.clear()
-    engine.exchange.on_event(Received(PEER, Abort("load")))
+    engine.exchange.on_event(Received(PEER, Abort(LOAD)))
     assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"], True, True)
     engine.exchange.take_metadata(computes=False)
-    assert engine.exchange.apply(NO_OUTPUT) == [Released("a/hold")]
+    assert engine.exchange.apply(NO_OUTPUT) == [Released(named("a"))]
     assert not engine.scheduler.has_pending_work, "events are returned once"
     engine.clock.advance(100.0)
     engine.exchange.on_time()
     assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"] * 2, True, True)
-    assert engine.scheduler.update_connector_output(NO_OUTPUT) == [Released("b/hold")]
+    assert engine.scheduler.update_connector_output(NO_OUTPUT) == [Released(named("b"))]
     assert other
 
 
@@ -495,22 +506,22 @@ def test_every_deadline_is_passed_on_to_the_channel_and_has_an_effect() -> None:
     assert engine.channel.wake_time == engine.clock.now() + 3.0, "the lease of 9 seconds is renewed"
     engine.clock.advance(3.0)
     engine.exchange.on_time()
-    assert engine.channel.sent[-1] == Renew("load")
+    assert engine.channel.sent[-1] == Renew(LOAD)
 
 
-@pytest.mark.parametrize("message", [Bye("enough"), DoneAck("load", True), hello()], ids=["bye", "wrong half", "again"])
+@pytest.mark.parametrize("message", [Bye("enough"), DoneAck(LOAD, True), hello()], ids=["bye", "wrong half", "again"])
 def test_a_session_that_has_ended_is_closed_and_its_later_messages_have_no_effect(message: Message) -> None:
     engine = Engine()
     ticket = prefill(engine)
     meet(engine)
     num_sent = len(engine.channel.sent)
-    for each in (reader_of(ticket), message, Done("load"), reader_of(prefill(engine, "b"))):
+    for each in (reader_of(ticket), message, Done(LOAD), reader_of(prefill(engine, "b"))):
         engine.exchange.on_event(Received(PEER, each))
     assert engine.channel.ended == [(PEER, num_sent)]
     assert not engine.exchange._sessions.has(PEER)
     assert len(engine.channel.sent) == num_sent
-    assert engine.exchange._events == [Released("a/hold")]
-    assert step(engine).dropped == ("1:digest-1",), "nobody waits for the digests"
+    assert engine.exchange._events == [Released(named("a"))]
+    assert step(engine).dropped == (TransferId("a", 0, part=1, epoch="1"),), "nobody waits for the digests"
     engine.scheduler.check_integrity()
 
 
@@ -532,7 +543,7 @@ def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_b
     (job,) = metadata.digests
     assert metadata.peers == (PeerShards("p/1", (Shard((0, 0), small, b""),)),)
     # The next prompt is digested for the same ranks, of which the workers know.
-    engine.scheduler.on_new_request(with_tokens(Request("b", "b/hold", {"do_remote_decode": True}), 11))
+    engine.scheduler.on_new_request(with_tokens(Request("b", {"do_remote_decode": True}), 11))
     metadata = engine.scheduler.build_connector_meta(plan_of("b", 4))
     assert ([each.peer for each in metadata.digests], metadata.peers) == (["p/1"], ())
     engine.exchange.on_event(Lost(PEER, "gone"))
@@ -541,10 +552,10 @@ def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_b
     assert metadata.dropped == (job.job_id,)
     # Nobody has this reading any more: one piece is left out, and the next prompts are digested for equal ranks.
     engine.scheduler.build_connector_meta(plan_of("b", 4, 4))
-    known = engine.exchange._producer._state.holds["b/hold"].digests
+    known = engine.exchange._producer._state.holds[named("b")].digests
     assert (len(known.jobs), known.missing(0, 8)) == (1, [(4, 8)]), "the piece is not awaited"
     assert engine.exchange._producer.expected is engine.exchange._jobs.own_reading
-    engine.scheduler.on_new_request(with_tokens(Request("c", "c/hold", {"do_remote_decode": True}), 11))
+    engine.scheduler.on_new_request(with_tokens(Request("c", {"do_remote_decode": True}), 11))
     (job,) = engine.scheduler.build_connector_meta(plan_of("c", 4)).digests
     assert job.peer == ""
     engine.scheduler.check_integrity()
@@ -553,7 +564,7 @@ def test_a_reader_with_other_blocks_is_introduced_to_the_workers_and_forgotten_b
 def granted_load(engine: Engine, digests: tuple[ShardDigests, ...]) -> None:
     begin(engine)
     meet(engine, is_outgoing=True)
-    grant = Grant(transfer_id="load", lease=9.0, block_ids=((7, 8), (7, 8)), digests=digests)
+    grant = Grant(transfer_id=LOAD, lease=9.0, block_ids=((7, 8), (7, 8)), digests=digests)
     engine.exchange.on_event(Received(PEER, grant))
 
 
@@ -563,7 +574,7 @@ DIGESTS = (ShardDigests((0, 0), (0, 0), ((b"a",), (b"b",))),)
 def test_kv_without_digests_is_not_read() -> None:
     engine = Engine()
     granted_load(engine, ())
-    assert engine.channel.sent[-1] == Abort("load")
+    assert engine.channel.sent[-1] == Abort(LOAD)
     assert engine.exchange.take_metadata(computes=False).reads == ()
     (ended,) = engine.exchange.apply(NO_OUTPUT)
     assert isinstance(ended, LoadEnded)
@@ -576,24 +587,24 @@ def test_a_load_whose_request_has_ended_is_cancelled() -> None:
     (job,) = step(engine).reads
     assert job.remote_block_ids == ((7,), (7,)), "the blocks of the requested tokens"
     assert job.digests == DIGESTS
-    engine.exchange.cancel("load")
-    assert engine.channel.sent[-1] == Abort("load")
+    engine.exchange.cancel(LOAD)
+    assert engine.channel.sent[-1] == Abort(LOAD)
     assert step(engine).cancelled == (job.job_id,)
     assert step(engine).cancelled == ()
     engine.exchange.take_metadata(computes=False)
     failed = TransferReport(job.job_id, (0, 0), TransferStatus.FAILED)
     assert engine.exchange.apply(KVConnectorOutput((failed,))) == [
-        LoadEnded("to load", (BadRange(0, 0, 4), BadRange(1, 0, 4)), CANCELLED)
+        LoadEnded(named("load", 1), (BadRange(0, 0, 4), BadRange(1, 0, 4)), CANCELLED)
     ]
     engine.scheduler.check_integrity()
 
 
 def test_a_preempted_prompt_drops_its_digests_in_the_next_step() -> None:
     engine = Engine()
-    engine.exchange.expect("hold", "")
-    engine.exchange.on_computed("hold", TABLES, 0, 4)
+    engine.exchange.expect(HOLD, "")
+    engine.exchange.on_computed(HOLD, TABLES, 0, 4)
     (job,) = step(engine).digests
-    engine.exchange.restart("hold")
+    engine.exchange.restart(HOLD)
     assert engine.scheduler.has_pending_work, "the workers are to be told"
     assert step(engine).dropped == (job.job_id,)
     assert step(engine).dropped == ()
@@ -602,26 +613,26 @@ def test_a_preempted_prompt_drops_its_digests_in_the_next_step() -> None:
 
 def test_a_reader_of_a_request_that_ends_without_kv_is_refused_at_once() -> None:
     engine = Engine()
-    engine.exchange.expect("hold", "x")
+    engine.exchange.expect(HOLD, "x")
     with pytest.raises(RequestError, match="already in use"):
-        engine.exchange.expect("again", "x")
+        engine.exchange.expect(named("again"), "x")
     meet(engine)
     engine.exchange.on_event(Received(PEER, reader_of(rendezvous="x")))
-    engine.exchange.withdraw("hold")
+    engine.exchange.withdraw(HOLD)
     refusal = engine.channel.sent[-1]
     assert isinstance(refusal, Refuse)
     assert refusal.reason is Reason.PREFILL_FAILED
-    engine.exchange.expect("again", "x")
+    engine.exchange.expect(named("again"), "x")
 
 
 def test_an_engine_says_that_nothing_is_needed_and_that_it_shuts_down() -> None:
     engine = Engine()
-    engine.exchange.want("none", RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
-    engine.exchange.cancel("none")
+    engine.exchange.want(named("none"), RemotePrefill(ADDRESS, "p", rendezvous="x"), PROMPT)
+    engine.exchange.cancel(named("none"))
     meet(engine, is_outgoing=True)
     assert isinstance(engine.channel.sent[-1], Fetch)
-    engine.exchange.want("none", RemotePrefill(ADDRESS, "p", rendezvous="y"), PROMPT)
-    engine.exchange.cancel("none")
+    engine.exchange.want(named("none"), RemotePrefill(ADDRESS, "p", rendezvous="y"), PROMPT)
+    engine.exchange.cancel(named("none"))
     last = engine.channel.sent[-1]
     assert isinstance(last, Fetch)
     assert (last.rendezvous, last.first, last.end) == ("y", 0, 0)
@@ -709,12 +720,12 @@ def test_an_engine_refuses_requests_for_the_other_role(role: str, flag: str) -> 
     engine.scheduler._settings = replace_dataclass(engine.scheduler._settings, role=role)
     params = {flag: True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
     with pytest.raises(RequestError, match=role):
-        engine.scheduler.on_new_request(Request("a", "a/hold", params))
+        engine.scheduler.on_new_request(Request("a", params))
 
 
 def remote_request(salt: str | None = None, **changes: Any) -> Request:
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
-    return Request("a", "a/hold", {**params, **changes}, cache_salt=salt)
+    return Request("a", {**params, **changes}, cache_salt=salt)
 
 
 def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> None:
@@ -724,21 +735,21 @@ def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> 
         assert engine.scheduler.get_num_new_matched_tokens(with_tokens(request, num_prompt_tokens), 0).num_tokens == (
             num_tokens
         )
-    engine.scheduler.update_state_after_alloc(request, "load", TABLES, 0, 4)
+    engine.scheduler.update_state_after_alloc(request, named(request.request_id, 1), TABLES, 0, 4)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
     meet(engine, is_outgoing=True)
     fetch = engine.channel.sent[-1]
     assert isinstance(fetch, Fetch)
     assert fetch.prompt_digest == digest_prompt(request.prompt_token_ids, "salt")
     engine.scheduler.request_finished(request, (), FinishReason.ABORT)
-    assert engine.channel.sent[-1] == Abort("a/hold")
+    assert engine.channel.sent[-1] == Abort(named("a"))
 
 
 def test_no_more_tokens_are_requested_than_the_prompt_has() -> None:
     serial: dict[str, Any] = {"remote_host": "127.0.0.1", "remote_port": 1, "remote_engine_id": "p", "ticket": "t"}
     for remote, expected in ((3, 0), (5, 4), (100, 4)):
         engine = Engine()
-        request = Request("a", "a/hold", {"do_remote_prefill": True, **serial, "remote_num_tokens": remote})
+        request = Request("a", {"do_remote_prefill": True, **serial, "remote_num_tokens": remote})
         engine.scheduler.on_new_request(request)
         assert engine.scheduler.get_num_new_matched_tokens(request, 0).num_tokens == expected
 
@@ -761,7 +772,7 @@ def test_the_other_engine_is_told_that_a_request_needs_nothing(is_computed: bool
 @pytest.mark.parametrize(("reason", "tables"), [(FinishReason.ABORT, TABLES), (FinishReason.STOP, ())])
 def test_kv_of_a_request_without_a_whole_prompt_is_not_held(reason: FinishReason, tables: Any) -> None:
     engine = Engine()
-    request = Request("a", "a/hold", {"do_remote_decode": True})
+    request = Request("a", {"do_remote_decode": True})
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.request_finished(request, tables, reason) == FREED
     assert not engine.scheduler._prefills
@@ -771,7 +782,7 @@ def test_kv_of_a_request_without_a_whole_prompt_is_not_held(reason: FinishReason
 
 def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemption() -> None:
     engine = Engine()
-    engine.scheduler.on_new_request(with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 12))
+    engine.scheduler.on_new_request(with_tokens(Request("a", {"do_remote_decode": True}), 12))
     found: list[list[int]] = []
     for num_computed in (5, 0):
         plan = plan_of("a", 4 if num_computed == 0 else 3)
@@ -779,7 +790,7 @@ def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemp
         plan.num_computed_tokens = (num_computed, 9)
         first = engine.scheduler.build_connector_meta(plan)
         second = engine.scheduler.build_connector_meta(plan_of("a", 8, 4))
-        found.append(sorted(engine.exchange._producer._state.holds["a/hold"].digests._pieces))
+        found.append(sorted(engine.exchange._producer._state.holds[named("a")].digests._pieces))
         assert second.digests[-1].block_ids[0][-1] == 3, "the blocks that were added are among them"
     assert found == [[4, 8], [0, 4]]
     assert len(first.dropped) == 2
@@ -787,7 +798,7 @@ def test_digests_begin_after_the_blocks_that_were_found_and_again_after_a_preemp
 
 def test_blocks_are_not_digested_twice() -> None:
     core = Core("p", ScriptedChannel(), ManualClock(), digests_next_step=False)
-    request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
+    request = with_tokens(Request("a", {"do_remote_decode": True}), 11)
     core.scheduler.on_new_request(request)
     metadata = core.scheduler.build_connector_meta(plan_of("a", 4))
     assert (len(metadata.digests), metadata.has_time) == (1, False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.kv_transfer.p2p.consumer import Load
 from penstock.kv_transfer.p2p.jobs import Digested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import VERSION, Grant, Hello, PeerShards, Shard, ShardDigests
 from penstock.kv_transfer.p2p.params import RemotePrefill
 from penstock.kv_transfer.p2p.producer import Digest
-from penstock.messages.kv_transfer import BadRange, ShardId, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.errors import PeerError
 from tests.unit.kv_memory_fakes import make_layout, model
@@ -17,6 +18,11 @@ from tests.unit.kv_memory_fakes import make_layout, model
 RANKS: tuple[ShardId, ...] = ((0, 0), (0, 1))
 OWN: dict[ShardId, Shard] = {rank: Shard(rank, make_layout(model(2), 4, rank=rank[1], tp=2), b"") for rank in RANKS}
 DONE, FAILED = TransferStatus.DONE, TransferStatus.FAILED
+LOAD, DIGEST = TransferId("load", 0), TransferId("hold", 0, part=1)
+
+
+def on_wire(name: TransferId) -> TransferId:
+    return replace(name, epoch="epoch")
 
 
 def hello(block_size: int = 4, engine_id: str = "p") -> Hello:
@@ -33,20 +39,20 @@ def make_jobs(peer: Hello, *, is_source: bool) -> WorkerJobs:
 def reading(
     jobs: WorkerJobs, peer: Hello, remote: BlockIds, own: BlockIds = ((1, 2), (1, 2)), first: int = 0, end: int = 8
 ) -> Load:
-    load = Load("load", RemotePrefill(("127.0.0.1", 1), "p"), b"", block_ids=own, first=first, end=end)
-    jobs.read(load, Grant(transfer_id="load", lease=1.0, block_ids=remote), peer)
+    load = Load(LOAD, LOAD, RemotePrefill(("127.0.0.1", 1), "p"), b"", block_ids=own, first=first, end=end)
+    jobs.read(load, Grant(transfer_id=LOAD, lease=1.0, block_ids=remote), peer)
     return load
 
 
 def report(rank: int, status: TransferStatus = DONE, *bad: BadRange) -> TransferReport:
-    return TransferReport("epoch:load", RANKS[rank], status, bad)
+    return TransferReport(on_wire(LOAD), RANKS[rank], status, bad)
 
 
 def test_a_read_ends_when_every_rank_has_reported() -> None:
     jobs = make_jobs(hello(), is_source=True)
     load = reading(jobs, hello(), ((7, 8), (7, 8)))
     assert not jobs.is_idle
-    assert jobs.apply(TransferReport("load", RANKS[0], DONE)) is None, "a report of another life"
+    assert jobs.apply(TransferReport(LOAD, RANKS[0], DONE)) is None, "a report of another life"
     assert jobs.apply(report(0)) is None
     assert jobs.apply(report(0)) is None
     assert jobs.apply(report(1)) == ReadEnded(load, (), True)
@@ -121,7 +127,7 @@ def test_workers_hear_of_an_engine_before_its_first_job_and_of_their_own_ranks_o
 
 
 def digest(jobs: WorkerJobs, peer: Hello, first: int, end: int) -> None:
-    jobs.digest(Digest("d", jobs.reading_of(peer), ((1, 2, 3), (4, 5, 6)), first, end))
+    jobs.digest(Digest(DIGEST, jobs.reading_of(peer), ((1, 2, 3), (4, 5, 6)), first, end))
 
 
 def test_a_digest_job_names_only_the_blocks_of_its_piece() -> None:
@@ -134,11 +140,11 @@ def test_a_digest_job_names_only_the_blocks_of_its_piece() -> None:
     assert (job.peer, job.block_ids, job.first, job.end) == ("p/1", ((2, 3), (5, 6)), 0, 6)
     assert (metadata.peers, metadata.forgotten) == ((PeerShards("p/1", peer.shards),), ())
     assert not jobs.is_idle
-    jobs.drop_digest("d")
-    jobs.drop_digest("d")
+    jobs.drop_digest(DIGEST)
+    jobs.drop_digest(DIGEST)
     assert not jobs.is_idle, "the workers are to be told"
     metadata = jobs.take(set(), has_time=False)
-    assert (metadata.dropped, metadata.forgotten) == (("epoch:d",), ("p/1",))
+    assert (metadata.dropped, metadata.forgotten) == ((on_wire(DIGEST),), ("p/1",))
     assert jobs.is_idle
     with pytest.raises(KeyError):
         jobs.reading_of(peer)
@@ -151,11 +157,11 @@ def test_digests_are_those_of_all_ranks_or_none(status: TransferStatus) -> None:
     jobs = make_jobs(peer, is_source=False)
     digest(jobs, peer, 0, 8)
     rows = [(b"a", b"b", b"c", b"d"), (b"e", b"f", b"g", b"h")]
-    first = TransferReport("epoch:d", RANKS[0], status, digests=rows[0])
+    first = TransferReport(on_wire(DIGEST), RANKS[0], status, digests=rows[0])
     assert jobs.apply(first) is None
-    found = jobs.apply(TransferReport("epoch:d", RANKS[1], DONE, digests=rows[1]))
+    found = jobs.apply(TransferReport(on_wire(DIGEST), RANKS[1], DONE, digests=rows[1]))
     collected = tuple(ShardDigests(rank, (0, 0), (row[:2], row[2:])) for rank, row in zip(RANKS, rows, strict=True))
-    assert found == Digested("d", collected if status is DONE else None)
+    assert found == Digested(DIGEST, collected if status is DONE else None)
 
 
 def test_engines_with_equal_readings_share_one() -> None:

@@ -13,7 +13,7 @@ from penstock.kv_transfer.p2p.messages import VERSION, Hello, P2PMetadata, PeerS
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.base import PeerId
 from penstock.messages.kv_layout import KVLayout
-from penstock.messages.kv_transfer import ShardId, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import ShardId, TransferId, TransferReport, TransferStatus
 from penstock.simulation.memory_transport import MemoryFabric
 from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
 from penstock.utils.clock import ManualClock
@@ -70,7 +70,7 @@ def test_a_read_that_cannot_be_compared_fails() -> None:
     worker.register_kv_caches(here)
     shard = Shard(RANK, with_unknown_layer(there.layout), sender.descriptor())
     job = ReadJob(
-        job_id="load",
+        job_id=TransferId("load", 0),
         peer="p/1",
         block_ids=((1,),),
         remote_block_ids=((2,),),
@@ -85,4 +85,4 @@ def test_a_read_that_cannot_be_compared_fails() -> None:
         fabric.run()
         reports += worker.get_finished(frozenset()).reports
         worker.end_step()
-    assert reports == [TransferReport("load", RANK, TransferStatus.FAILED)]
+    assert reports == [TransferReport(TransferId("load", 0), RANK, TransferStatus.FAILED)]

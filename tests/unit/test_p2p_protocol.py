@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,26 +44,28 @@ from penstock.kv_transfer.p2p.peers import (
 from penstock.kv_transfer.p2p.producer import Digest, Offer, Producer, ProducerRules, Release, Sent, StopDigest
 from penstock.kv_transfer.p2p.session import Send, find_differences
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
-from penstock.messages.kv_transfer import BadRange
+from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.utils.errors import ConfigError, PeerError, RequestError, WireError
+from tests.unit.transfer_names import named
 
 OFFICE = TicketOffice(b"key")
 PROMPT = digest_prompt((1, 2, 3), None)
 ADDRESS = ("127.0.0.1", 5600)
 UNKNOWN = ("10.0.0.1", 5600)
+HOLD, LOAD = named("hold"), named("load")
 
 
 # ---- Tickets ----
 
 
 def test_an_issued_ticket_is_read_unchanged() -> None:
-    ticket = Ticket("engine", "epoch", "hold", PROMPT, 3)
+    ticket = Ticket("engine", "epoch", HOLD, PROMPT, 3)
     assert OFFICE.read(OFFICE.issue(ticket)) == ticket
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_changed_ticket_is_refused(at: int, by: int) -> None:
-    text = OFFICE.issue(Ticket("engine", "epoch", "hold", PROMPT, 3))
+    text = OFFICE.issue(Ticket("engine", "epoch", HOLD, PROMPT, 3))
     at %= len(text)
     changed = text[:at] + chr((ord(text[at]) + by) % 128) + text[at + 1 :]
     if changed != text:
@@ -83,7 +86,7 @@ def test_any_text_is_refused_with_a_peer_error(text: str) -> None:
 
 def test_a_ticket_of_another_cluster_is_refused() -> None:
     with pytest.raises(PeerError, match="does not belong to this cluster"):
-        OFFICE.read(TicketOffice(b"other").issue(Ticket("engine", "epoch", "hold", PROMPT, 3)))
+        OFFICE.read(TicketOffice(b"other").issue(Ticket("engine", "epoch", HOLD, PROMPT, 3)))
 
 
 def test_the_digest_of_a_prompt_depends_on_tokens_and_salt() -> None:
@@ -379,7 +382,7 @@ def test_differences_are_named_with_both_values() -> None:
 RULES = ProducerRules(
     hold_seconds=100.0, lease_seconds=10.0, park_seconds=5.0, max_parked=2, max_held_blocks=4, is_attested=True
 )
-OFFER = Offer(hold_id="hold", prompt_digest=PROMPT, num_tokens=32, block_ids=((5, 6),))
+OFFER = Offer(hold_id=HOLD, prompt_digest=PROMPT, num_tokens=32, block_ids=((5, 6),))
 PEER = "d#1"
 
 
@@ -388,7 +391,7 @@ def make_producer(rules: ProducerRules = RULES) -> Producer:
 
 
 def fetch(name: str = "load", **changes: Any) -> Fetch:
-    given: dict[str, Any] = {"transfer_id": name, "first": 0, "end": 16, "prompt_digest": PROMPT, **changes}
+    given: dict[str, Any] = {"transfer_id": named(name), "first": 0, "end": 16, "prompt_digest": PROMPT, **changes}
     return Fetch(**given)
 
 
@@ -397,12 +400,12 @@ READING = Reading(1)
 
 def offer(producer: Producer, now: float, rendezvous: str = "") -> str:
     """Runs a request to its end, and offers its blocks."""
-    producer.expect("hold", rendezvous)
+    producer.expect(HOLD, rendezvous)
     return producer.offer(OFFER, now)
 
 
 def digest_job(number: int = 1, first: int = 0, end: int = 16) -> Digest:
-    return Digest(f"digest-{number}", READING, ((5, 6),), first, end)
+    return Digest(named("hold", number), READING, ((5, 6),), first, end)
 
 
 def answers(producer: Producer) -> list[Message]:
@@ -416,37 +419,37 @@ def granted(now: float = 0.0) -> Producer:
     ticket = offer(producer, now)
     producer.receive(PEER, fetch(ticket=ticket), now)
     assert producer.take_actions() == [digest_job()]
-    producer.on_digested("digest-1", (), now)
-    assert producer.take_actions() == [Send(PEER, Grant(transfer_id="load", lease=10.0, block_ids=((5, 6),)))]
+    producer.on_digested(named("hold", 1), (), now)
+    assert producer.take_actions() == [Send(PEER, Grant(transfer_id=LOAD, lease=10.0, block_ids=((5, 6),)))]
     producer.check_integrity()
     return producer
 
 
 def test_a_grant_that_is_read_in_time_is_confirmed_and_released() -> None:
     producer = granted()
-    producer.receive(PEER, Done("load"), 9.9)
-    assert producer.take_actions() == [Release("hold"), Sent(PEER, 16, 9.9), Send(PEER, DoneAck("load", True))]
+    producer.receive(PEER, Done(LOAD), 9.9)
+    assert producer.take_actions() == [Release(HOLD), Sent(PEER, 16, 9.9), Send(PEER, DoneAck(LOAD, True))]
     assert producer.num_held == 0
     assert producer.next_deadline is None
 
 
 def test_a_renewed_lease_continues_and_an_expired_one_is_not_confirmed() -> None:
     producer = granted()
-    producer.receive(PEER, Renew("load"), 9.0)
+    producer.receive(PEER, Renew(LOAD), 9.0)
     producer.poll(15.0)
     assert producer.take_actions() == []
     producer.poll(19.0)
-    assert producer.take_actions() == [Release("hold")]
-    producer.receive(PEER, Renew("load"), 19.5)
-    producer.receive(PEER, Done("load"), 20.0)
-    assert answers(producer) == [DoneAck("load", False)]
+    assert producer.take_actions() == [Release(HOLD)]
+    producer.receive(PEER, Renew(LOAD), 19.5)
+    producer.receive(PEER, Done(LOAD), 20.0)
+    assert answers(producer) == [DoneAck(LOAD, False)]
 
 
 def test_an_expired_lease_is_not_confirmed_even_before_a_poll() -> None:
     producer = granted()
-    producer.receive(PEER, Renew("load"), 10.0)
-    producer.receive(PEER, Done("load"), 10.0)
-    assert answers(producer) == [DoneAck("load", False)]
+    producer.receive(PEER, Renew(LOAD), 10.0)
+    producer.receive(PEER, Done(LOAD), 10.0)
+    assert answers(producer) == [DoneAck(LOAD, False)]
     assert producer.num_held == 0
 
 
@@ -468,9 +471,9 @@ def test_a_ticket_is_valid_for_one_reader() -> None:
         ({"first": -1}, Reason.INVALID_RANGE),
         ({"first": 17}, Reason.INVALID_RANGE),
         ({"ticket": "nonsense"}, Reason.INVALID_TICKET),
-        ({"ticket": OFFICE.issue(Ticket("p", "earlier", "hold", PROMPT, 32))}, Reason.INVALID_TICKET),
-        ({"ticket": OFFICE.issue(Ticket("q", "epoch", "hold", PROMPT, 32))}, Reason.INVALID_TICKET),
-        ({"ticket": OFFICE.issue(Ticket("p", "epoch", "another", PROMPT, 32))}, Reason.UNKNOWN_REQUEST),
+        ({"ticket": OFFICE.issue(Ticket("p", "earlier", HOLD, PROMPT, 32))}, Reason.INVALID_TICKET),
+        ({"ticket": OFFICE.issue(Ticket("q", "epoch", HOLD, PROMPT, 32))}, Reason.INVALID_TICKET),
+        ({"ticket": OFFICE.issue(Ticket("p", "epoch", named("another"), PROMPT, 32))}, Reason.UNKNOWN_REQUEST),
     ],
 )
 def test_invalid_fetches_are_refused_and_the_hold_remains(changes: dict[str, Any], reason: Reason) -> None:
@@ -489,13 +492,13 @@ def test_a_hold_that_is_not_fetched_expires() -> None:
     offer(producer, 0.0)
     assert producer.next_deadline == 100.0
     producer.poll(100.0)
-    assert producer.take_actions() == [Release("hold")]
+    assert producer.take_actions() == [Release(HOLD)]
 
 
 def test_a_hold_that_is_not_needed_ends_at_once() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(ticket=offer(producer, 0.0), end=0), 1.0)
-    assert producer.take_actions() == [Release("hold")]
+    assert producer.take_actions() == [Release(HOLD)]
 
 
 def test_digests_end_with_their_reader() -> None:
@@ -503,8 +506,8 @@ def test_digests_end_with_their_reader() -> None:
     producer.receive(PEER, fetch(ticket=offer(producer, 0.0)), 0.0)
     assert producer.take_actions() == [digest_job()]
     producer.on_lost(PEER)
-    assert producer.take_actions() == [StopDigest("digest-1"), Release("hold")]
-    producer.on_digested("digest-1", (), 1000.0)
+    assert producer.take_actions() == [StopDigest(named("hold", 1)), Release(HOLD)]
+    producer.on_digested(named("hold", 1), (), 1000.0)
     assert producer.take_actions() == []
     producer.check_integrity()
 
@@ -515,16 +518,16 @@ def shard_digests(*units: bytes) -> tuple[ShardDigests, ...]:
 
 def test_blocks_are_digested_when_they_are_complete_and_their_reader_need_not_wait() -> None:
     producer = make_producer()
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 0, 2)
-    producer.on_computed("hold", ((5, 6),), 2, 3)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 0, 2)
+    producer.on_computed(HOLD, ((5, 6),), 2, 3)
     assert producer.take_actions() == [
-        Digest("digest-1", READING, ((5,),), 0, 2),
-        Digest("digest-2", READING, ((5, 6),), 2, 3),
+        Digest(named("hold", 1), READING, ((5,),), 0, 2),
+        Digest(named("hold", 2), READING, ((5, 6),), 2, 3),
     ]
     # Reports may come in any order.
-    producer.on_digested("digest-2", shard_digests(b"c"), 0.0)
-    producer.on_digested("digest-1", shard_digests(b"a", b"b"), 0.0)
+    producer.on_digested(named("hold", 2), shard_digests(b"c"), 0.0)
+    producer.on_digested(named("hold", 1), shard_digests(b"a", b"b"), 0.0)
     ticket = producer.offer(OFFER, 0.0)
     producer.receive(PEER, fetch(ticket=ticket, first=1, end=3), 0.0)
     (sent,) = producer.take_actions()
@@ -536,15 +539,15 @@ def test_blocks_are_digested_when_they_are_complete_and_their_reader_need_not_wa
 
 def test_only_what_is_missing_is_digested_for_a_reader() -> None:
     producer = make_producer()
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 1, 2)
-    producer.on_digested("digest-1", shard_digests(b"b"), 0.0)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 1, 2)
+    producer.on_digested(named("hold", 1), shard_digests(b"b"), 0.0)
     producer.take_actions()
     producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=4), 0.0)
     assert producer.take_actions() == [digest_job(2, 0, 1), digest_job(3, 2, 4)]
-    producer.on_digested("digest-2", shard_digests(b"a"), 0.0)
+    producer.on_digested(named("hold", 2), shard_digests(b"a"), 0.0)
     assert producer.take_actions() == []
-    producer.on_digested("digest-3", shard_digests(b"c", b"d"), 0.0)
+    producer.on_digested(named("hold", 3), shard_digests(b"c", b"d"), 0.0)
     (granted,) = answers(producer)
     assert isinstance(granted, Grant)
     assert granted.digests == shard_digests(b"a", b"b", b"c", b"d")
@@ -552,25 +555,25 @@ def test_only_what_is_missing_is_digested_for_a_reader() -> None:
 
 def test_a_reader_with_other_ranks_gets_its_own_digests_and_they_are_expected_next() -> None:
     producer, other = make_producer(), Reading(4)
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 0, 4)
     producer.take_actions()
     producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=8), 0.0, other)
-    assert producer.take_actions() == [StopDigest("digest-1"), Digest("digest-2", other, ((5, 6),), 0, 8)]
+    assert producer.take_actions() == [StopDigest(named("hold", 1)), Digest(named("hold", 2), other, ((5, 6),), 0, 8)]
     producer.check_integrity()
-    producer.on_digested("digest-2", None, 0.0)
+    producer.on_digested(named("hold", 2), None, 0.0)
     (refusal,) = answers(producer)
     assert isinstance(refusal, Refuse)
     assert refusal.reason is Reason.PREFILL_FAILED
-    producer.expect("next", "")
-    producer.on_computed("next", ((7,),), 0, 4)
-    assert producer.take_actions() == [Release("hold"), Digest("digest-3", other, ((7,),), 0, 4)][1:]
+    producer.expect(named("next"), "")
+    producer.on_computed(named("next"), ((7,),), 0, 4)
+    assert producer.take_actions() == [Release(HOLD), Digest(named("next", 3), other, ((7,),), 0, 4)][1:]
 
 
 def test_a_reader_whose_digests_do_not_fit_into_a_message_is_refused() -> None:
     producer = make_producer()
     ranks = tuple(((0, tp), ()) for tp in range(1024))
-    producer.expect("hold", "")
+    producer.expect(HOLD, "")
     ticket = producer.offer(replace(OFFER, num_tokens=2000), 0.0)
     producer.receive(PEER, fetch(ticket=ticket, end=2000), 0.0, Reading(1, (((0, 0), ranks),)))
     (refusal,) = answers(producer)
@@ -582,24 +585,24 @@ def test_a_reader_whose_digests_do_not_fit_into_a_message_is_refused() -> None:
 
 def test_digests_are_made_again_for_the_blocks_after_a_preemption() -> None:
     producer = make_producer()
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 0, 4)
-    producer.restart("hold")
-    producer.on_computed("hold", ((7,),), 0, 4)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 0, 4)
+    producer.restart(HOLD)
+    producer.on_computed(HOLD, ((7,),), 0, 4)
     assert producer.take_actions() == [
-        Digest("digest-1", READING, ((5,),), 0, 4),
-        StopDigest("digest-1"),
-        Digest("digest-2", READING, ((7,),), 0, 4),
+        Digest(named("hold", 1), READING, ((5,),), 0, 4),
+        StopDigest(named("hold", 1)),
+        Digest(named("hold", 2), READING, ((7,),), 0, 4),
     ]
-    producer.on_digested("digest-1", shard_digests(b"a", b"b", b"c", b"d"), 0.0)
-    assert producer._state.holds["hold"].digests.of(0, 4) is None
+    producer.on_digested(named("hold", 1), shard_digests(b"a", b"b", b"c", b"d"), 0.0)
+    assert producer._state.holds[HOLD].digests.of(0, 4) is None
 
 
 def test_a_failed_digest_is_repeated_for_the_reader() -> None:
     producer = make_producer()
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 0, 4)
-    producer.on_digested("digest-1", None, 0.0)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 0, 4)
+    producer.on_digested(named("hold", 1), None, 0.0)
     producer.take_actions()
     producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=4), 0.0)
     assert producer.take_actions() == [digest_job(2, 0, 4)]
@@ -610,12 +613,12 @@ def test_digests_of_pieces_are_those_of_the_whole(
     ranges: list[tuple[int, int]], unit: int, data: st.DataObject
 ) -> None:
     """Whatever the pieces, the units of a range are each digested once and are joined in their order."""
-    known, jobs = KnownDigests(Reading(unit)), list[tuple[str, int, int]]()
+    known, jobs = KnownDigests(Reading(unit)), list[tuple[TransferId, int, int]]()
     first, end = sorted(data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20))))
     for start, stop in [*ranges, (first, end)]:
         for gap in known.missing(start * unit, stop * unit):
-            known.begin(f"{len(jobs)}", *gap)
-            jobs.append((f"{len(jobs)}", *gap))
+            jobs.append((named("hold", len(jobs)), *gap))
+            known.begin(*jobs[-1])
     for job_id, start, stop in data.draw(st.permutations(jobs)):
         known.finish(job_id, shard_digests(*(b"%d" % each for each in range(start // unit, stop // unit))))
     assert known.jobs == []
@@ -626,17 +629,19 @@ def test_digests_of_pieces_are_those_of_the_whole(
 def test_holds_take_a_part_of_the_pool_and_a_request_beyond_it_gets_no_ticket() -> None:
     producer = make_producer()
     for name, blocks in (("a", (1, 2)), ("b", (2, 3)), ("c", (4, 0))):
-        producer.expect(name, "")
-        assert producer.offer(replace(OFFER, hold_id=name, block_ids=(blocks,)), 0.0), "blocks 1 to 4 are within it"
-    producer.expect("d", "x")
+        producer.expect(named(name), "")
+        assert producer.offer(replace(OFFER, hold_id=named(name), block_ids=(blocks,)), 0.0), (
+            "blocks 1 to 4 are within it"
+        )
+    producer.expect(named("d"), "x")
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
-    assert producer.offer(replace(OFFER, hold_id="d", block_ids=((5,),)), 0.0) == ""
+    assert producer.offer(replace(OFFER, hold_id=named("d"), block_ids=((5,),)), 0.0) == ""
     (refusal,) = answers(producer)
     assert isinstance(refusal, Refuse)
     assert refusal.reason is Reason.PREFILL_FAILED
     producer.poll(100.0)
-    producer.expect("e", "")
-    assert producer.offer(replace(OFFER, hold_id="e", block_ids=((1, 2, 3, 4),)), 100.0)
+    producer.expect(named("e"), "")
+    assert producer.offer(replace(OFFER, hold_id=named("e"), block_ids=((1, 2, 3, 4),)), 100.0)
     assert (producer.counts.num_offered, producer.counts.num_without_room) == (4, 1)
 
 
@@ -651,22 +656,45 @@ def test_a_reader_may_arrive_before_its_request() -> None:
 
 def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() -> None:
     producer = make_producer()
-    producer.expect("hold", "b")
+    producer.expect(HOLD, "b")
     producer.receive(PEER, fetch("a", rendezvous="a"), 0.0)
     producer.receive(PEER, fetch("b", rendezvous="b"), 0.0)
     producer.receive(PEER, fetch("c", rendezvous="c"), 0.0)
-    producer.withdraw("hold", 1.0)
+    producer.withdraw(HOLD, 1.0)
     producer.poll(5.0)
     reasons = [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
-    assert reasons == [("c", Reason.OVERLOADED), ("b", Reason.PREFILL_FAILED), ("a", Reason.UNKNOWN_REQUEST)]
-    producer.poll(6.0)
+    assert reasons == [
+        (named("c"), Reason.OVERLOADED),
+        (named("b"), Reason.PREFILL_FAILED),
+        (named("a"), Reason.UNKNOWN_REQUEST),
+    ]
+    producer.poll(10.0)
     assert producer.next_deadline is None
+
+
+@pytest.mark.parametrize(("ends_at", "is_held_until"), [(6.0, 16.0), (11.0, 111.0)])
+def test_blocks_are_held_only_for_a_lease_if_their_reader_has_waited_in_vain(
+    ends_at: float, is_held_until: float
+) -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(rendezvous="x"), 0.0)
+    producer.receive("other#1", fetch(rendezvous="x"), 1.0)
+    producer.poll(5.0)
+    assert refusals(producer) == [(named("load"), Reason.UNKNOWN_REQUEST)]
+    assert not producer._state.closed, "the other one still waits"
+    producer.poll(6.0)
+    assert refusals(producer) == [(named("load"), Reason.UNKNOWN_REQUEST)]
+    producer.poll(ends_at)
+    offer(producer, ends_at, "x")
+    assert producer.next_deadline == is_held_until
+    producer.receive(PEER, fetch("again", rendezvous="x"), ends_at)
+    assert any(isinstance(action, Digest) for action in producer.take_actions()), "the reader may come again"
 
 
 def test_a_reader_that_arrives_after_its_request_has_failed_does_not_wait() -> None:
     producer = make_producer()
-    producer.expect("hold", "x")
-    producer.withdraw("hold", 0.0)
+    producer.expect(HOLD, "x")
+    producer.withdraw(HOLD, 0.0)
     producer.receive(PEER, fetch(rendezvous="x"), 1.0)
     (refusal,) = answers(producer)
     assert isinstance(refusal, Refuse)
@@ -678,20 +706,20 @@ def test_a_reader_that_arrives_after_its_request_has_failed_does_not_wait() -> N
 def test_kv_whose_reader_has_aborted_is_not_held() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
-    producer.receive(PEER, Abort("load"), 1.0)
+    producer.receive(PEER, Abort(LOAD), 1.0)
     offer(producer, 2.0, "x")
-    assert producer.take_actions() == [Release("hold")]
+    assert producer.take_actions() == [Release(HOLD)]
     offer(producer, 2.0, "x")
     assert producer.take_actions() == []
 
 
 def test_a_reader_that_cancels_does_not_affect_a_waiting_one() -> None:
     """The waiting reader may need nothing: then it ends the hold, which must not end twice."""
-    for end, expected in ((16, digest_job()), (0, Release("hold"))):
+    for end, expected in ((16, digest_job()), (0, Release(HOLD))):
         producer = make_producer()
         producer.receive(PEER, fetch("a", rendezvous="x"), 0.0)
         producer.receive(PEER, fetch("b", rendezvous="x", end=end), 0.0)
-        producer.receive(PEER, Abort("a"), 1.0)
+        producer.receive(PEER, Abort(named("a")), 1.0)
         producer.check_integrity()
         offer(producer, 2.0, "x")
         assert producer.take_actions() == [expected]
@@ -701,7 +729,7 @@ def test_a_reader_that_cancels_does_not_affect_a_waiting_one() -> None:
 def test_another_reader_may_come_after_one_has_cancelled() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
-    producer.receive(PEER, Abort("load"), 1.0)
+    producer.receive(PEER, Abort(LOAD), 1.0)
     producer.receive("other#1", fetch(rendezvous="x"), 2.0)
     assert answers(producer) == []
     offer(producer, 3.0, "x")
@@ -711,21 +739,21 @@ def test_another_reader_may_come_after_one_has_cancelled() -> None:
 
 def test_a_reader_waits_for_a_repeated_request() -> None:
     producer = make_producer()
-    producer.expect("hold", "x")
-    producer.withdraw("hold", 0.0)
-    producer.expect("again", "x")
+    producer.expect(HOLD, "x")
+    producer.withdraw(HOLD, 0.0)
+    producer.expect(named("again"), "x")
     producer.receive(PEER, fetch(rendezvous="x"), 1.0)
     assert answers(producer) == []
     # A reader that has cancelled is not awaited, whenever the request begins.
-    producer.receive(PEER, Abort("load"), 2.0)
+    producer.receive(PEER, Abort(LOAD), 2.0)
     offer(producer, 3.0, "x")
-    assert producer.take_actions() == [Release("hold")]
+    assert producer.take_actions() == [Release(HOLD)]
 
 
 def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
     producer = make_producer()
-    producer.expect("hold", "x")
-    producer.withdraw("hold", 0.0)
+    producer.expect(HOLD, "x")
+    producer.withdraw(HOLD, 0.0)
     assert producer.next_deadline == 5.0, "it is forgotten though nothing else happens"
     producer.poll(5.0)
     producer.receive(PEER, fetch(rendezvous="x"), 5.0)
@@ -734,29 +762,40 @@ def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
 
 def test_messages_of_the_other_half_break_the_session() -> None:
     with pytest.raises(PeerError, match="DoneAck"):
-        make_producer().receive(PEER, DoneAck("load", True), 0.0)
+        make_producer().receive(PEER, DoneAck(LOAD, True), 0.0)
     with pytest.raises(PeerError, match="Fetch"):
         Consumer(OFFICE, resolve).receive(PEER, fetch(), 0.0)
 
 
-@pytest.mark.parametrize("field", ["transfer_id", "ticket", "rendezvous", "prompt_digest"])
+@pytest.mark.parametrize("field", ["ticket", "rendezvous", "prompt_digest"])
 def test_what_is_kept_of_a_waiting_reader_is_limited(field: str) -> None:
     text: Any = b"x" * 20_000 if field == "prompt_digest" else "x" * 20_000
     with pytest.raises(WireError, match=field):
-        CODEC.copy(fetch("load", **{field: text}) if field != "transfer_id" else fetch(text))
+        CODEC.copy(fetch(**{field: text}))
     assert CODEC.copy(fetch(rendezvous="x" * 4096)) == fetch(rendezvous="x" * 4096)
 
 
-def refusals(producer: Producer) -> list[tuple[str, Reason]]:
+@pytest.mark.parametrize("field", ["request", "epoch", "child"])
+def test_the_name_of_a_waiting_reader_is_limited(field: str) -> None:
+    longest, longer = (msgspec.structs.replace(LOAD, **{field: "x" * length}) for length in (16 << 10, (16 << 10) + 1))
+    assert CODEC.copy(fetch(transfer_id=longest)) == fetch(transfer_id=longest)
+    with pytest.raises(ValueError, match="name of a transfer"):
+        fetch(transfer_id=longer)
+    sent = msgspec.msgpack.encode({**msgspec.structs.asdict(fetch()), "transfer_id": longer})
+    with pytest.raises(WireError, match="name of a transfer"):
+        CODEC.decode(CODEC.kinds.index(Fetch), memoryview(sent))
+
+
+def refusals(producer: Producer) -> list[tuple[TransferId | None, Reason]]:
     return [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
 
 
 def test_kv_without_attestation_is_granted_without_digests() -> None:
     producer = make_producer(replace(RULES, is_attested=False))
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 0, 4)
     producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0)), 0.0)
-    assert producer.take_actions() == [Send(PEER, Grant(transfer_id="load", lease=10.0, block_ids=((5, 6),)))]
+    assert producer.take_actions() == [Send(PEER, Grant(transfer_id=LOAD, lease=10.0, block_ids=((5, 6),)))]
 
 
 def test_digests_serve_only_ranges_of_whole_units_of_the_same_reading() -> None:
@@ -771,50 +810,50 @@ def test_digests_serve_only_ranges_of_whole_units_of_the_same_reading() -> None:
 def test_a_reader_of_a_part_of_a_unit_gets_digests_of_its_own(first: int, end: int) -> None:
     reading = Reading(4)
     producer = Producer("p", "epoch", RULES, OFFICE, reading)
-    producer.expect("hold", "")
-    producer.on_computed("hold", ((5,),), 0, 6)
+    producer.expect(HOLD, "")
+    producer.on_computed(HOLD, ((5,),), 0, 6)
     assert producer.take_actions() == [], "pieces end at whole units"
-    producer.on_computed("hold", ((5,),), 0, 8)
-    producer.on_digested("digest-1", shard_digests(b"a", b"b"), 0.0)
+    producer.on_computed(HOLD, ((5,),), 0, 8)
+    producer.on_digested(named("hold", 1), shard_digests(b"a", b"b"), 0.0)
     producer.take_actions()
     producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), first=first, end=end), 0.0, reading)
-    assert producer.take_actions() == [Digest("digest-2", reading, ((5, 6),), first, end)]
+    assert producer.take_actions() == [Digest(named("hold", 2), reading, ((5, 6),), first, end)]
 
 
 def test_only_pieces_within_the_range_are_awaited() -> None:
     known = KnownDigests(Reading(4))
     for number, first in enumerate((0, 4, 8)):
-        known.begin(f"{number}", first, first + 4)
-    known.finish("1", shard_digests(b"b"))
+        known.begin(named("hold", number), first, first + 4)
+    known.finish(named("hold", 1), shard_digests(b"b"))
     assert known.of(4, 8) == shard_digests(b"b")
     assert known.of(0, 8) is None
     assert known.of(4, 12) is None
-    known.finish("2", None)
-    known.begin("3", 12, 16)
+    known.finish(named("hold", 2), None)
+    known.begin(named("hold", 3), 12, 16)
     assert known.missing(8, 10) == [(8, 10)], "nothing beyond the range is missing"
 
 
 def test_digests_after_a_preemption_are_for_the_reading_that_is_expected_by_then() -> None:
     producer, other = make_producer(), Reading(4)
-    producer.expect("preempted", "")
+    producer.expect(named("preempted"), "")
     producer.receive(PEER, fetch(ticket=offer(producer, 0.0)), 0.0, other)
     producer.take_actions()
-    producer.restart("preempted")
-    producer.on_computed("preempted", ((7,),), 0, 4)
-    assert producer.take_actions() == [Digest("digest-2", other, ((7,),), 0, 4)]
+    producer.restart(named("preempted"))
+    producer.on_computed(named("preempted"), ((7,),), 0, 4)
+    assert producer.take_actions() == [Digest(named("preempted", 2), other, ((7,),), 0, 4)]
 
 
 def test_blocks_of_several_holds_are_counted_once_and_until_their_last_release() -> None:
     producer = make_producer()
     for name, blocks in (("a", (1, 2, 3)), ("b", (3, 4)), ("c", (1, 2, 3, 4))):
-        producer.expect(name, "")
-        assert producer.offer(replace(OFFER, hold_id=name, block_ids=(blocks,)), 0.0)
-    producer.expect("unfinished", "")
+        producer.expect(named(name), "")
+        assert producer.offer(replace(OFFER, hold_id=named(name), block_ids=(blocks,)), 0.0)
+    producer.expect(named("unfinished"), "")
     assert (producer.num_held, producer.next_deadline) == (3, 100.0)
     producer.poll(100.0)
     assert (producer.num_held, producer.next_deadline, producer.counts.num_expired) == (0, None, 3)
-    producer.expect("d", "")
-    assert producer.offer(replace(OFFER, hold_id="d", block_ids=((5, 6, 7, 8),)), 100.0)
+    producer.expect(named("d"), "")
+    assert producer.offer(replace(OFFER, hold_id=named("d"), block_ids=((5, 6, 7, 8),)), 100.0)
 
 
 def test_one_of_several_readers_gets_the_kv_and_all_are_answered() -> None:
@@ -822,17 +861,17 @@ def test_one_of_several_readers_gets_the_kv_and_all_are_answered() -> None:
     producer.receive(PEER, fetch("a", rendezvous="x"), 0.0)
     producer.receive(PEER, fetch("b", rendezvous="x"), 0.0)
     offer(producer, 1.0, "x")
-    assert refusals(producer) == [("b", Reason.UNKNOWN_REQUEST)]
-    assert producer._state.holds["hold"].reader is not None
+    assert refusals(producer) == [(named("b"), Reason.UNKNOWN_REQUEST)]
+    assert producer._state.holds[HOLD].reader is not None
 
 
 def test_a_request_that_ends_without_kv_stops_its_digests() -> None:
     producer = make_producer()
-    producer.expect("hold", "x")
-    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.expect(HOLD, "x")
+    producer.on_computed(HOLD, ((5,),), 0, 4)
     assert not producer.can_be_met("x")
-    producer.withdraw("hold", 0.0)
-    assert producer.take_actions() == [Digest("digest-1", READING, ((5,),), 0, 4), StopDigest("digest-1")]
+    producer.withdraw(HOLD, 0.0)
+    assert producer.take_actions() == [Digest(named("hold", 1), READING, ((5,),), 0, 4), StopDigest(named("hold", 1))]
     assert producer.can_be_met("x")
     producer.check_integrity()
 
@@ -846,23 +885,23 @@ def digesting(now: float = 0.0) -> Producer:
 
 def test_what_has_not_been_granted_is_neither_renewed_nor_done() -> None:
     producer = digesting(99.0)
-    producer.receive(PEER, Renew("load"), 99.0)
-    producer.receive(PEER, Done("load"), 99.0)
-    assert answers(producer) == [DoneAck("load", False)]
+    producer.receive(PEER, Renew(LOAD), 99.0)
+    producer.receive(PEER, Done(LOAD), 99.0)
+    assert answers(producer) == [DoneAck(LOAD, False)]
     producer.poll(1000.0)
     assert producer.num_held == 1, "the deadline of its reader ends it"
-    producer.on_digested("digest-1", (), 1000.0)
+    producer.on_digested(named("hold", 1), (), 1000.0)
     (granted,) = answers(producer)
     assert isinstance(granted, Grant)
 
 
 def test_the_time_of_a_transfer_begins_with_its_grant() -> None:
     producer = digesting(1.0)
-    producer.on_digested("digest-1", (), 3.0)
-    producer.receive(PEER, Done("load"), 7.0)
+    producer.on_digested(named("hold", 1), (), 3.0)
+    producer.receive(PEER, Done(LOAD), 7.0)
     assert Sent(PEER, 16, 4.0) in producer.take_actions()
-    producer.receive(PEER, Done("load"), 7.0)
-    assert answers(producer) == [DoneAck("load", False)]
+    producer.receive(PEER, Done(LOAD), 7.0)
+    assert answers(producer) == [DoneAck(LOAD, False)]
     assert producer.counts.num_completed == 1
 
 
@@ -874,7 +913,7 @@ def test_a_lost_connection_ends_only_what_its_own_readers_wait_for() -> None:
     offer(producer, 1.0, "x")
     assert producer.take_actions() == [], "nobody has come for it"
     producer.poll(5.0)
-    assert refusals(producer) == [("b", Reason.UNKNOWN_REQUEST)]
+    assert refusals(producer) == [(named("b"), Reason.UNKNOWN_REQUEST)]
 
 
 def test_a_repeated_fetch_has_no_effect() -> None:
@@ -884,14 +923,14 @@ def test_a_repeated_fetch_has_no_effect() -> None:
     producer.receive(PEER, fetch("parked", rendezvous="x"), 4.0)
     assert answers(producer) == []
     producer.poll(6.0)
-    assert refusals(producer) == [("parked", Reason.UNKNOWN_REQUEST)]
+    assert refusals(producer) == [(named("parked"), Reason.UNKNOWN_REQUEST)]
 
 
 def test_what_is_recorded_of_ended_requests_is_limited() -> None:
     producer = make_producer()
     for name in ("a", "b", "c"):
-        producer.expect(name, name)
-        producer.withdraw(name, 0.0)
+        producer.expect(named(name), name)
+        producer.withdraw(named(name), 0.0)
     producer.receive(PEER, fetch(rendezvous="c"), 0.0)
     assert len(producer._state.closed) == RULES.max_parked
     assert refusals(producer) == [], "the reader of the third waits for its deadline"
@@ -899,23 +938,23 @@ def test_what_is_recorded_of_ended_requests_is_limited() -> None:
 
 def test_all_tokens_of_a_request_that_has_ended_may_be_read() -> None:
     producer = make_producer()
-    producer.expect("hold", "")
-    ticket = OFFICE.issue(Ticket("p", "epoch", "hold", PROMPT, 32))
+    producer.expect(HOLD, "")
+    ticket = OFFICE.issue(Ticket("p", "epoch", HOLD, PROMPT, 32))
     producer.receive(PEER, fetch("early", ticket=ticket), 0.0)
     producer.offer(OFFER, 0.0)
     producer.receive(PEER, fetch("long", ticket=ticket, end=33), 0.0)
-    assert refusals(producer) == [("early", Reason.UNKNOWN_REQUEST), ("long", Reason.INVALID_RANGE)]
+    assert refusals(producer) == [(named("early"), Reason.UNKNOWN_REQUEST), (named("long"), Reason.INVALID_RANGE)]
     producer.receive(PEER, fetch(ticket=ticket, end=32), 0.0)
     assert producer.take_actions() == [digest_job(1, 0, 32)]
 
 
 # ---- The receiving half ----
 
-GRANT = Grant(transfer_id="load", lease=9.0, block_ids=((5, 6),))
+GRANT = Grant(transfer_id=LOAD, lease=9.0, block_ids=((5, 6),))
 
 
 def source(**changes: Any) -> RemotePrefill:
-    ticket = OFFICE.issue(Ticket("p", "epoch", "hold", PROMPT, 32))
+    ticket = OFFICE.issue(Ticket("p", "epoch", HOLD, PROMPT, 32))
     given: dict[str, Any] = {"address": ADDRESS, "engine_id": "p", "ticket": ticket, **changes}
     return RemotePrefill(**given)
 
@@ -927,24 +966,24 @@ def resolve(address: Address) -> Address:
 
 
 def begun(*names: str, given: RemotePrefill | None = None, consumer: Consumer | None = None) -> Consumer:
-    """Each load has the scheduler's name `to NAME`."""
+    """The scheduler's name of each load is `named(NAME, 1)`."""
     consumer = consumer or Consumer(OFFICE, resolve)
-    for name in names:
+    for name in map(named, names):
         consumer.want(name, given or source(), PROMPT)
         assert consumer.wanted(name) == (given or source())
-        consumer.begin(name, f"to {name}", ((1,),), 0, 16, now=0.0)
+        consumer.begin(name, named(name.request, 1), ((1,),), 0, 16, now=0.0)
         assert consumer.wanted(name) is None
     return consumer
 
 
-def ends(consumer: Consumer) -> list[tuple[str, str]]:
+def ends(consumer: Consumer) -> list[tuple[TransferId, str]]:
     """Returns the loads that have ended, and why."""
     actions = consumer.take_actions()
     return [(each.load.transfer_id, each.reason) for each in actions if isinstance(each, Ended)]
 
 
 def the_load(consumer: Consumer) -> Load:
-    return consumer._loads["load"]
+    return consumer._loads[LOAD]
 
 
 def asking() -> Consumer:
@@ -969,14 +1008,14 @@ def reading() -> Consumer:
 def confirming() -> Consumer:
     consumer = reading()
     consumer.on_read(the_load(consumer), (), is_complete=True)
-    assert consumer.take_actions() == [Send(PEER, Done("load"))]
+    assert consumer.take_actions() == [Send(PEER, Done(LOAD))]
     return consumer
 
 
 def test_a_load_ends_when_the_producer_has_confirmed_it() -> None:
     consumer = confirming()
-    consumer.receive(PEER, DoneAck("load", True), 1.0)
-    assert ends(consumer) == [("to load", "")]
+    consumer.receive(PEER, DoneAck(LOAD, True), 1.0)
+    assert ends(consumer) == [(named("load", 1), "")]
     assert consumer.num_loads == 0
     assert consumer.next_deadline is None
 
@@ -984,7 +1023,7 @@ def test_a_load_ends_when_the_producer_has_confirmed_it() -> None:
 def test_bad_ranges_are_passed_on() -> None:
     consumer, bad = reading(), (BadRange(0, 0, 16),)
     consumer.on_read(the_load(consumer), bad, is_complete=True)
-    consumer.receive(PEER, DoneAck("load", True), 1.0)
+    consumer.receive(PEER, DoneAck(LOAD, True), 1.0)
     ended = consumer.take_actions()[-1]
     assert isinstance(ended, Ended)
     assert (ended.load.bad_ranges, ended.reason) == (bad, "")
@@ -993,7 +1032,7 @@ def test_bad_ranges_are_passed_on() -> None:
 @pytest.mark.parametrize("detail", ["", "the pool is full"])
 def test_a_refusal_without_detail_still_has_a_reason(detail: str) -> None:
     consumer = asking()
-    consumer.receive(PEER, Refuse("load", Reason.OVERLOADED, detail), 1.0)
+    consumer.receive(PEER, Refuse(LOAD, Reason.OVERLOADED, detail), 1.0)
     ((_, reason),) = ends(consumer)
     assert reason
     consumer = reading()
@@ -1006,7 +1045,7 @@ def test_a_refusal_without_detail_still_has_a_reason(detail: str) -> None:
 
 def test_kv_that_is_not_confirmed_is_not_used() -> None:
     consumer = confirming()
-    consumer.receive(PEER, DoneAck("load", False), 1.0)
+    consumer.receive(PEER, DoneAck(LOAD, False), 1.0)
     ((_, reason),) = ends(consumer)
     assert "lease" in reason
 
@@ -1017,7 +1056,7 @@ def test_a_lease_is_renewed_only_during_the_read() -> None:
     consumer.poll(2.9)
     assert consumer.take_actions() == []
     consumer.poll(3.0)
-    assert consumer.take_actions() == [Send(PEER, Renew("load"))]
+    assert consumer.take_actions() == [Send(PEER, Renew(LOAD))]
     assert consumer.next_deadline == 6.0
     consumer.on_read(the_load(consumer), (), is_complete=True)
     assert consumer.next_deadline is None
@@ -1027,7 +1066,7 @@ def test_a_lease_is_renewed_only_during_the_read() -> None:
 def test_a_lost_connection_ends_a_load_that_reads_nothing(make: Any) -> None:
     consumer = make()
     consumer.on_lost(PEER, "gone")
-    assert ends(consumer) == [("to load", "gone")]
+    assert ends(consumer) == [(named("load", 1), "gone")]
     consumer.check_integrity()
 
 
@@ -1037,7 +1076,7 @@ def test_a_read_ends_only_with_the_workers_reports() -> None:
     consumer.on_lost(PEER, "gone")
     assert consumer.take_actions() == [Cancel(load)]
     consumer.poll(1000.0)
-    consumer.cancel("load")
+    consumer.cancel(LOAD)
     assert consumer.take_actions() == []
     assert consumer.num_loads == 1
     consumer.on_read(load, (), is_complete=True)
@@ -1047,20 +1086,20 @@ def test_a_read_ends_only_with_the_workers_reports() -> None:
 def test_a_cancelled_load_ends_in_every_state_and_the_producer_is_told() -> None:
     for consumer in (asking(), confirming()):
         load = the_load(consumer)
-        consumer.cancel("load")
-        assert consumer.take_actions() == [Send(PEER, Abort("load")), Ended(load, CANCELLED)]
-        consumer.cancel("load")
+        consumer.cancel(LOAD)
+        assert consumer.take_actions() == [Send(PEER, Abort(LOAD)), Ended(load, CANCELLED)]
+        consumer.cancel(LOAD)
         assert consumer.take_actions() == []
     consumer = reading()
-    consumer.cancel("load")
-    assert consumer.take_actions() == [Send(PEER, Abort("load")), Cancel(the_load(consumer))]
+    consumer.cancel(LOAD)
+    assert consumer.take_actions() == [Send(PEER, Abort(LOAD)), Cancel(the_load(consumer))]
 
 
 def test_an_answer_to_a_load_that_has_ended_has_no_effect() -> None:
     consumer = asking()
-    consumer.cancel("load")
+    consumer.cancel(LOAD)
     consumer.take_actions()
-    for message in (GRANT, Refuse("load", Reason.OVERLOADED, ""), DoneAck("load", True)):
+    for message in (GRANT, Refuse(LOAD, Reason.OVERLOADED, ""), DoneAck(LOAD, True)):
         consumer.receive(PEER, message, 1.0)
         consumer.receive("other#1", message, 1.0)
     assert consumer.take_actions() == []
@@ -1077,8 +1116,8 @@ def open_line(consumer: Consumer, engine_id: str = "p") -> list[Any]:
 def test_a_load_that_ends_before_its_fetch_leaves_nothing_held() -> None:
     consumer = begun("load")
     consumer.take_actions()
-    consumer.cancel("load")
-    assert ends(consumer) == [("to load", CANCELLED)]
+    consumer.cancel(LOAD)
+    assert ends(consumer) == [(named("load", 1), CANCELLED)]
     (fetch,) = open_line(consumer)
     assert (fetch.first, fetch.end) == (0, 0)
     consumer.check_integrity()
@@ -1087,7 +1126,7 @@ def test_a_load_that_ends_before_its_fetch_leaves_nothing_held() -> None:
 
 def test_a_load_that_ends_before_its_fetch_is_forgotten_with_the_connection() -> None:
     consumer = begun("load")
-    consumer.cancel("load")
+    consumer.cancel(LOAD)
     consumer.on_dialled(ADDRESS, PEER)
     consumer.take_actions()
     consumer.on_lost(PEER, "nobody is there")
@@ -1097,9 +1136,9 @@ def test_a_load_that_ends_before_its_fetch_is_forgotten_with_the_connection() ->
 
 def test_an_address_that_is_not_in_the_list_is_not_asked() -> None:
     consumer = begun("load", given=source(address=UNKNOWN))
-    assert ends(consumer) == [("to load", "not in the list")]
-    consumer.want("none", source(address=UNKNOWN), PROMPT)
-    consumer.cancel("none")
+    assert ends(consumer) == [(named("load", 1), "not in the list")]
+    consumer.want(named("none"), source(address=UNKNOWN), PROMPT)
+    consumer.cancel(named("none"))
     assert consumer.take_actions() == []
     assert not consumer._loads
 
@@ -1114,7 +1153,7 @@ def test_another_engine_at_the_address_gets_no_fetch() -> None:
     consumer = begun("load")
     consumer.on_dialled(ADDRESS, PEER)
     consumer.on_open(PEER, "q")
-    assert ends(consumer) == [("to load", "the engine there is q, not p")]
+    assert ends(consumer) == [(named("load", 1), "the engine there is q, not p")]
 
 
 @pytest.mark.parametrize(
@@ -1123,7 +1162,7 @@ def test_another_engine_at_the_address_gets_no_fetch() -> None:
         ({"ticket": "nonsense"}, "does not belong to this cluster"),
         ({"ticket": "\u00e4"}, "malformed"),
         ({"engine_id": "q"}, "issued by engine p, not by q"),
-        ({"ticket": OFFICE.issue(Ticket("p", "epoch", "hold", b"other", 32))}, "another prompt"),
+        ({"ticket": OFFICE.issue(Ticket("p", "epoch", HOLD, b"other", 32))}, "another prompt"),
     ],
 )
 def test_a_ticket_that_would_be_refused_is_not_sent(changes: dict[str, Any], reason: str) -> None:
@@ -1139,12 +1178,12 @@ def test_a_producer_is_told_that_nothing_is_needed(is_connected: bool) -> None:
     if is_connected:
         begun("load", consumer=consumer)
         open_line(consumer)
-    consumer.want("none", source(), PROMPT)
-    consumer.cancel("none")
-    consumer.cancel("none")
+    consumer.want(named("none"), source(), PROMPT)
+    consumer.cancel(named("none"))
+    consumer.cancel(named("none"))
     sent = [each.message for each in consumer.take_actions() if isinstance(each, Send)]
     (fetch,) = sent if is_connected else open_line(consumer)
-    assert (fetch.transfer_id, fetch.first, fetch.end) == ("none", 0, 0)
+    assert (fetch.transfer_id, fetch.first, fetch.end) == (named("none"), 0, 0)
     assert consumer.num_loads == is_connected
     assert consumer.counts.num_not_needed == 1
 
@@ -1155,7 +1194,7 @@ def test_several_loads_use_one_connection() -> None:
     sent = open_line(consumer)
     begun("load", consumer=consumer)
     sent += [each.message for each in consumer.take_actions() if isinstance(each, Send)]
-    assert [each.transfer_id for each in sent] == ["a", "b", "load"]
+    assert [each.transfer_id for each in sent] == [named("a"), named("b"), LOAD]
     consumer.receive(PEER, GRANT, 1.0)
     assert consumer.take_actions() == [Read(the_load(consumer), GRANT)]
     consumer.check_integrity()
@@ -1168,7 +1207,7 @@ def test_a_rendezvous_needs_no_known_engine_id() -> None:
 
 
 def test_answers_out_of_turn_have_no_effect() -> None:
-    refusal, confirmation = Refuse("load", Reason.OVERLOADED, "no"), DoneAck("load", True)
+    refusal, confirmation = Refuse(LOAD, Reason.OVERLOADED, "no"), DoneAck(LOAD, True)
     for make, messages in (
         (asking, [confirmation]),
         (reading, [GRANT, refusal, confirmation]),
@@ -1189,16 +1228,16 @@ def test_the_producer_is_told_when_a_read_has_failed() -> None:
             consumer.on_read_refused(load, reason)
         else:
             consumer.on_read(load, (), is_complete=False)
-        assert consumer.take_actions() == [Send(PEER, Abort("load")), Ended(load, reason)]
+        assert consumer.take_actions() == [Send(PEER, Abort(LOAD)), Ended(load, reason)]
 
 
 def test_the_lease_of_a_cancelled_read_is_not_renewed() -> None:
     consumer = reading()
-    consumer.cancel("load")
+    consumer.cancel(LOAD)
     assert consumer.next_deadline is None
 
 
 @pytest.mark.parametrize("lease", [0.0, -1.0, 1e6, float("nan"), float("inf")])
 def test_an_impossible_lease_breaks_the_session(lease: float) -> None:
     with pytest.raises(PeerError, match="lease"):
-        asking().receive(PEER, Grant(transfer_id="load", lease=lease, block_ids=()), 0.0)
+        asking().receive(PEER, Grant(transfer_id=LOAD, lease=lease, block_ids=()), 0.0)

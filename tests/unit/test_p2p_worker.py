@@ -19,12 +19,13 @@ from penstock.kv_transfer.p2p.messages import (
 )
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.base import PeerId
-from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import BadRange, TransferId, TransferReport, TransferStatus
 from penstock.simulation.memory_transport import NO_FAULT, Fault, FaultKind, MemoryFabric
 from penstock.utils.clock import ManualClock
 from tests.unit.test_p2p_layouts import RANK, connect_now, make_memory
 
-_READ = ReadJob(job_id="load", peer="p/1", block_ids=((1,),), remote_block_ids=((2,),), first=0, end=4, digests=())
+_LOAD, _DIGEST = TransferId("load", 0), TransferId("hold", 0, part=1)
+_READ = ReadJob(job_id=_LOAD, peer="p/1", block_ids=((1,),), remote_block_ids=((2,),), first=0, end=4, digests=())
 
 
 @pytest.mark.parametrize("has_time", [True, False])
@@ -47,7 +48,7 @@ def test_a_step_without_work_waits_for_a_short_read(has_time: bool) -> None:
 
     # This transport's `wait` ends with every part of the bytes, of which there are two.
     reports = step(P2PMetadata(peers=peers, reads=(_READ,), has_time=has_time)) + step(P2PMetadata(has_time=has_time))
-    done = TransferReport("load", RANK, TransferStatus.DONE)
+    done = TransferReport(_LOAD, RANK, TransferStatus.DONE)
     assert (reports, clock.now()) == (((done,), 0.001) if has_time else ((), 0.0))
     clock.advance(0.001)
     reports += step(P2PMetadata(has_time=has_time))
@@ -62,7 +63,7 @@ def test_digests_take_a_share_of_the_time_of_a_step(seconds: float, has_time: bo
     endpoint = MemoryFabric(clock).endpoint("p")
     worker = P2PWorker(RANK, lambda _: endpoint, connect_now, digest_bytes=1000 * unit_bytes, clock=clock)
     worker.register_kv_caches(memory)
-    job = DigestJob(job_id="digest", peer="", block_ids=(tuple(range(1, 9)),), first=0, end=32)
+    job = DigestJob(job_id=_DIGEST, peer="", block_ids=(tuple(range(1, 9)),), first=0, end=32)
     own = (Shard(RANK, memory.layout, endpoint.descriptor()),)
     metadata, steps = P2PMetadata(own=own, digests=(job,), has_time=has_time), 0
     while True:
@@ -77,7 +78,7 @@ def test_digests_take_a_share_of_the_time_of_a_step(seconds: float, has_time: bo
             break
     assert steps == num_steps
     ((report,), digests) = reports, reports[0].digests
-    assert (report.transfer_id, report.status, len(digests)) == ("digest", TransferStatus.DONE, 8)
+    assert (report.transfer_id, report.status, len(digests)) == (_DIGEST, TransferStatus.DONE, 8)
 
 
 def test_a_dropped_digest_is_neither_computed_nor_reported() -> None:
@@ -85,16 +86,16 @@ def test_a_dropped_digest_is_neither_computed_nor_reported() -> None:
     endpoint = MemoryFabric(clock).endpoint("p")
     worker = P2PWorker(RANK, lambda _: endpoint, connect_now, digest_bytes=1.0, clock=clock)
     worker.register_kv_caches(memory)
-    job = DigestJob(job_id="digest", peer="", block_ids=((1, 2),), first=0, end=8)
+    job = DigestJob(job_id=_DIGEST, peer="", block_ids=((1, 2),), first=0, end=8)
     own = (Shard(RANK, memory.layout, endpoint.descriptor()),)
-    steps = [P2PMetadata(own=own, digests=(job,)), P2PMetadata(dropped=("digest",)), P2PMetadata(has_time=True)]
+    steps = [P2PMetadata(own=own, digests=(job,)), P2PMetadata(dropped=(_DIGEST,)), P2PMetadata(has_time=True)]
     for metadata in steps:
         worker.begin_step(metadata)
         assert worker.get_finished(frozenset()).reports == ()
         worker.end_step()
         clock.advance(100.0)
     # A job may be dropped in the step that would begin it.
-    worker.begin_step(P2PMetadata(digests=(job,), dropped=("digest",), has_time=True))
+    worker.begin_step(P2PMetadata(digests=(job,), dropped=(_DIGEST,), has_time=True))
     assert worker.get_finished(frozenset()).reports == ()
     assert not worker._digesting
 
@@ -121,21 +122,21 @@ class Reader:
         return list(reports)
 
 
-_FAILED = TransferReport("load", RANK, TransferStatus.FAILED)
+_FAILED = TransferReport(_LOAD, RANK, TransferStatus.FAILED)
 
 
 def test_a_cancelled_read_is_reported_as_failed() -> None:
     reader = Reader(Fault(FaultKind.DROP))
     assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,))) == []
-    assert reader.step(P2PMetadata(cancelled=("another",))) == []
-    reports = reader.step(P2PMetadata(cancelled=("load",)))
+    assert reader.step(P2PMetadata(cancelled=(TransferId("another", 0),))) == []
+    reports = reader.step(P2PMetadata(cancelled=(_LOAD,)))
     assert reports + reader.step() == [_FAILED]
 
 
 def test_a_read_that_is_cancelled_by_the_step_that_begins_it_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, begun = Reader(), list[object]()
     monkeypatch.setattr(reader.endpoint, "submit", lambda *args: begun.append(args))
-    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,), cancelled=("load",))) == [_FAILED]
+    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,), cancelled=(_LOAD,))) == [_FAILED]
     assert not begun
 
 
@@ -155,7 +156,7 @@ def test_kv_that_does_not_have_the_given_digests_is_bad(
     reader = Reader()
     job = replace(_READ, end=end, digests=(ShardDigests(RANK, RANK, digests),))
     reports = reader.step(P2PMetadata(peers=reader.peers, reads=(job,)))
-    assert reports + reader.step() == [TransferReport("load", RANK, TransferStatus.FAILED, (bad,))]
+    assert reports + reader.step() == [TransferReport(_LOAD, RANK, TransferStatus.FAILED, (bad,))]
     assert reader.step() == [], "it is reported once"
 
 
@@ -198,7 +199,8 @@ def test_a_step_digests_at_most_a_unit_more_than_its_share() -> None:
     endpoint = MemoryFabric(clock).endpoint("p")
     worker = P2PWorker(RANK, lambda _: endpoint, connect_now, digest_bytes=1.0, clock=clock)
     worker.register_kv_caches(memory)
-    jobs = tuple(DigestJob(job_id=name, peer="", block_ids=((1, 2),), first=0, end=8) for name in ("a", "b"))
+    names = [TransferId("hold", 0, part) for part in (1, 2)]
+    jobs = tuple(DigestJob(job_id=name, peer="", block_ids=((1, 2),), first=0, end=8) for name in names)
     own = (Shard(RANK, memory.layout, endpoint.descriptor()),)
     worker.begin_step(P2PMetadata(own=own, digests=jobs))
     counts: list[list[int]] = []
@@ -208,7 +210,7 @@ def test_a_step_digests_at_most_a_unit_more_than_its_share() -> None:
         counts.append([len(each.digests) for each in jobs_in_progress])
     assert counts[:2] == [[1, 0], [2, 0]]
     assert counts[-1] == [2, 2]
-    assert [report.transfer_id for report in worker._reports] == ["a", "b"]
+    assert [report.transfer_id for report in worker._reports] == names
 
 
 def test_a_read_is_not_reported_while_its_connection_is_being_made() -> None:
@@ -222,4 +224,4 @@ def test_a_read_is_not_reported_while_its_connection_is_being_made() -> None:
     assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,))) + reader.step() == []
     ((connect, future),) = waiting
     future.set_result(connect())
-    assert reader.step() + reader.step() == [TransferReport("load", RANK, TransferStatus.DONE)]
+    assert reader.step() + reader.step() == [TransferReport(_LOAD, RANK, TransferStatus.DONE)]

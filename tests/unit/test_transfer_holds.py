@@ -17,6 +17,7 @@ from penstock.kv_transfer.connector import (
     ConnectorEvent,
     FinishAction,
     FinishResult,
+    LoadEnded,
     Match,
     Released,
     RequestView,
@@ -24,7 +25,7 @@ from penstock.kv_transfer.connector import (
 from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from penstock.messages.kv_transfer import KVConnectorOutput
+from penstock.messages.kv_transfer import KVConnectorOutput, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -38,8 +39,8 @@ class HoldingConnector(NullSchedulerConnector):
     """Reads the blocks of every request for as long as the test wants."""
 
     def __init__(self) -> None:
-        self.held: list[str] = []
-        self.to_release: list[str] = []
+        self.held: list[TransferId] = []
+        self.to_release: list[TransferId] = []
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         self.held.append(request.hold_id)
@@ -83,7 +84,7 @@ def test_requests_that_reuse_an_id_have_separate_holds() -> None:
     step()
     both = kv.pool.num_usable - kv.pool.num_available
     assert len(set(connector.held)) == 2
-    connector.to_release = [connector.held[0], connector.held[0], "unknown/hold-7"]
+    connector.to_release = [connector.held[0], connector.held[0], TransferId("unknown", 7)]
     step()
     assert kv.pool.num_usable - kv.pool.num_available == both // 2, "one hold is released, the other is not"
     connector.to_release = [connector.held[1]]
@@ -100,9 +101,10 @@ def test_blocks_that_several_connectors_hold_are_released_by_the_last() -> None:
     scheduler.add_request(make_request("r", 0))
     scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(sampled_token_ids={"r": (1,)}))
     scheduler.abort_requests(["r"])
+    unknown = TransferId("unknown", 7)
     (hold_id,) = children["first"].held
     # The second releases its blocks twice, and blocks that it has never held.
-    for name, released in (("second", [hold_id, hold_id, "unknown"]), ("third", [hold_id]), ("first", [hold_id])):
+    for name, released in (("second", [hold_id, hold_id, unknown]), ("third", [hold_id]), ("first", [hold_id])):
         assert kv.pool.num_available < kv.pool.num_usable, name
         children[name].to_release = released
         scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput())
@@ -203,11 +205,15 @@ def test_a_request_that_one_connector_refuses_is_withdrawn_from_the_others() -> 
 
 
 class RemoteConnector(NullSchedulerConnector):
-    """Has the KV of every prompt but its last block, which arrives when `arrived` is set."""
+    """Has the KV of every prompt's first block. Peers end its loads: the test sets `ended`."""
 
-    def __init__(self, clock: ManualClock) -> None:
-        self.loads: list[str] = []
+    def __init__(self) -> None:
+        self.loads: list[TransferId] = []
+        self.ended: list[TransferId] = []
         self.has_pending_work = False
+
+    def poll(self) -> Sequence[ConnectorEvent]:
+        return [LoadEnded(transfer_id) for transfer_id in self.ended]
 
     def set_waker(self, callback: Callable[[], None]) -> None: ...
 
@@ -215,14 +221,14 @@ class RemoteConnector(NullSchedulerConnector):
         return Match(4 - num_computed_tokens, is_async=True)
 
     def update_state_after_alloc(
-        self, request: RequestView, transfer_id: str, block_ids: BlockIds, num_computed_tokens: int, end: int
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
         self.loads.append(transfer_id)
 
 
 def test_an_engine_whose_requests_all_wait_for_kv_needs_no_step() -> None:
     clock = ManualClock()
-    connector = RemoteConnector(clock)
+    connector = RemoteConnector()
     scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(connector, load_timeout=30.0, clock=clock))
     assert scheduler.seconds_until_due(clock.now()) is None
     scheduler.add_request(make_request("waits", 0, 8))
@@ -240,6 +246,18 @@ def test_an_engine_whose_requests_all_wait_for_kv_needs_no_step() -> None:
     clock.advance(25.0)
     assert scheduler.seconds_until_due(clock.now()) == 0.0, "the load is overdue"
     assert step_of(scheduler).num_scheduled_tokens == {"waits": 8}
+
+
+def test_a_load_that_a_peer_ends_is_applied_before_the_next_plan() -> None:
+    child = RemoteConnector()
+    connector = MultiScheduler({"idle": NullSchedulerConnector(), "remote": child})
+    scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(connector))
+    scheduler.add_request(make_request("waits", 0, 8))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    child.ended = child.loads
+    assert step_of(scheduler).num_scheduled_tokens == {"waits": 4}, "the other four have been loaded"
+    assert scheduler.schedule() is None, "a repeated end has no effect"
+    scheduler.check_integrity()
 
 
 def test_a_request_for_which_holds_leave_too_few_blocks_waits_for_the_end_of_one() -> None:

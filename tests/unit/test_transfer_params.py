@@ -16,6 +16,7 @@ from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connec
 from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_transfer import TransferId
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -96,7 +97,7 @@ class HoldingConnector(ReportingConnector):
 
 
 def test_parameters_of_several_connectors_are_merged() -> None:
-    request: Any = type("View", (), {"request_id": "r", "hold_id": "r/hold-0"})
+    request: Any = type("View", (), {"request_id": "r", "hold_id": TransferId("r", 0)})
     multi = MultiScheduler(
         {"one": HoldingConnector("a"), "silent": NullSchedulerConnector(), "two": HoldingConnector("b")}
     )

@@ -23,6 +23,7 @@ from penstock.core.request import Request, RequestStatus
 from penstock.kv_transfer.connector import (
     NO_MATCH,
     PENDING,
+    ConnectorEvent,
     FinishAction,
     LoadEnded,
     Match,
@@ -214,7 +215,7 @@ class RemoteKV:
         """
         self._asked_since.pop(request.request_id, None)
         self._num_loads += 1
-        transfer_id = f"{request.request_id}/load-{self._num_loads}"
+        transfer_id = TransferId(request.request_id, request.arrival_index, part=self._num_loads)
         end, block_size = hit.num_tokens + match.num_tokens, self._kv.block_size
         load = _Load(
             request=request,
@@ -249,10 +250,17 @@ class RemoteKV:
         if not load.is_async:
             self._kv.release(load.request, fence=0)
 
+    def poll(self) -> Iterator[tuple[Request, str]]:
+        """Applies the ends of transfers that need no step. Yields as `apply`."""
+        return self._apply(self._connector.poll())
+
     def apply(self, output: KVConnectorOutput) -> Iterator[tuple[Request, str]]:
         """Applies a step's results of transfers. Yields the requests that still need KV that is missing, and why."""
         events = self._connector.update_connector_output(output)
         self.has_news = bool(events)
+        return self._apply(events)
+
+    def _apply(self, events: Iterable[ConnectorEvent]) -> Iterator[tuple[Request, str]]:
         for event in events:
             if isinstance(event, Released):
                 self._on_released(event)

@@ -88,8 +88,8 @@ class Request:
 
     @property
     def hold_id(self) -> TransferId:
-        """The name of the hold on its blocks; never reused, unlike the request id."""
-        return f"{self.request_id}/hold-{self.arrival_index}"
+        """Names the request for other engines, and the hold on its blocks; never reused, unlike the request id."""
+        return TransferId(self.request_id, self.arrival_index)
 
     @property
     def num_tokens(self) -> int:

@@ -189,6 +189,7 @@ class Scheduler:
         """
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step + 1, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
+        self._failed += self._on_lost_loads(self._remote.poll())
         self._failed += self._on_lost_loads(self._remote.give_up_overdue())
         self._running.balance()
         self._fill(plan)

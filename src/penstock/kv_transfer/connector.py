@@ -208,6 +208,12 @@ class SchedulerConnector(Protocol):
         """Returns the workers' tasks for this step. Called exactly once for every plan, also an empty one."""
         ...
 
+    def poll(self) -> Sequence[ConnectorEvent]:
+        """Returns the transfers that have ended since the last call, and for whose end no report of the workers is
+        needed, such as those that a peer ends. Called before every plan, so that no step is needed to notice them.
+        """
+        ...
+
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         """Applies the reports of all ranks. Duplicate, late and unknown reports are counted, and are never an error."""
         ...

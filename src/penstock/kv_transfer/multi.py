@@ -22,7 +22,6 @@ from penstock.kv_transfer.connector import (
     FinishResult,
     LoadEnded,
     Match,
-    Released,
     RequestView,
     SchedulerConnector,
     WorkerConnector,
@@ -51,9 +50,6 @@ from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOu
 from penstock.utils.errors import ConfigError
 from penstock.utils.layer_hooks import LayerHooks
 from penstock.utils.wire import register_kind
-
-_SEPARATOR = "\n"
-"""Separates a child's name from its transfer id: no name can contain it."""
 
 
 @register_kind
@@ -172,27 +168,33 @@ class MultiScheduler(NullSchedulerConnector):
     def build_connector_meta(self, plan: SchedulerOutput) -> MultiMetadata:
         return MultiMetadata({name: child.build_connector_meta(plan) for name, child in self._children.items()})
 
+    def poll(self) -> list[ConnectorEvent]:
+        polled = ((name, event) for name, child in self._children.items() for event in child.poll())
+        return [event for name, event in polled if self._is_last(name, event)]
+
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         reports: dict[str, list[TransferReport]] = {name: [] for name in self._children}
         for report in output.reports:
-            name, _, transfer_id = report.transfer_id.partition(_SEPARATOR)
             # A report that names no child is about an unknown transfer and is dropped.
-            reports.get(name, []).append(msgspec.structs.replace(report, transfer_id=transfer_id))
-        events: list[ConnectorEvent] = []
-        for name, child in self._children.items():
-            for event in child.update_connector_output(KVConnectorOutput(tuple(reports[name]))):
-                events += self._on_event(name, event)
-        return events
+            reports.get(report.transfer_id.child, []).append(_of_child(report, ""))
+        outputs = {name: KVConnectorOutput(tuple(of_child)) for name, of_child in reports.items()}
+        return [
+            event
+            for name, child in self._children.items()
+            for event in child.update_connector_output(outputs[name])
+            if self._is_last(name, event)
+        ]
 
-    def _on_event(self, name: str, event: ConnectorEvent) -> list[ConnectorEvent]:
+    def _is_last(self, name: str, event: ConnectorEvent) -> bool:
+        """Returns whether an event of a child is one of all: a hold ends when the last of its holders has ended it."""
         if isinstance(event, LoadEnded):
-            return [event]
+            return True
         holders = self._holders.get(event.transfer_id, set())
         holders.discard(name)
         if holders or event.transfer_id not in self._holders:
-            return []
+            return False
         del self._holders[event.transfer_id]
-        return [Released(event.transfer_id)]
+        return True
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         self._chosen.pop(request.request_id, None)
@@ -265,6 +267,11 @@ def _merged(results: Mapping[str, FinishResult]) -> dict[str, Any] | None:
     return params or None
 
 
+def _of_child(report: TransferReport, name: str) -> TransferReport:
+    transfer_id = msgspec.structs.replace(report.transfer_id, child=name)
+    return msgspec.structs.replace(report, transfer_id=transfer_id)
+
+
 class _HooksOfAll:
     def __init__(self, hooks: Sequence[LayerHooks]) -> None:
         self._hooks = hooks
@@ -308,10 +315,7 @@ class MultiWorker:
         reports: list[TransferReport] = []
         for name, part in self._children.items():
             output = part.get_finished(finished_request_ids)
-            reports += (
-                msgspec.structs.replace(report, transfer_id=f"{name}{_SEPARATOR}{report.transfer_id}")
-                for report in output.reports
-            )
+            reports += (_of_child(report, name) for report in output.reports)
         return KVConnectorOutput(tuple(reports))
 
     def wait_for_save(self) -> None:

@@ -65,6 +65,9 @@ class NullSchedulerConnector:
     def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
         return None
 
+    def poll(self) -> Sequence[ConnectorEvent]:
+        return ()
+
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         return ()
 

@@ -11,8 +11,25 @@ import msgspec
 
 from penstock.utils.wire import OpenMessage
 
-TransferId = str
-"""Names one transfer and is never reused; a second attempt is another transfer."""
+
+class TransferId(msgspec.Struct, frozen=True, cache_hash=True, array_like=True):
+    """Names one transfer and is never reused; a second attempt is another transfer.
+
+    `number` is that of the request, which unlike its id is never reused; a transfer that belongs to no single request
+    has no `request`. `part` is 0 for the request as a whole, as other engines know it; otherwise it counts loads, or
+    pieces that are digested. `epoch` is the life of the engine, in messages between its processes, and `child` is the
+    child of a MultiConnector that reports.
+    """
+
+    request: str
+    number: int
+    part: int = 0
+    epoch: str = ""
+    child: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.request or 'transfer'}#{self.number}.{self.part}"
+
 
 ShardId = tuple[int, int]
 """(pipeline rank, tensor rank) of the worker that moved its part of the KV."""

@@ -31,7 +31,7 @@ from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOu
 from penstock.simulation.backing import Parts, Site
 from penstock.utils.errors import RequestError
 
-_UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
+_UNKNOWN = TransferReport(TransferId("unknown", 0), (0, 0), TransferStatus.DONE)
 
 
 class CheckedScheduler(Forwarding):
@@ -100,7 +100,12 @@ class CheckedScheduler(Forwarding):
         return self.inner.build_connector_meta(plan)
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
-        events = self.inner.update_connector_output(output)
+        return self._checked(self.inner.update_connector_output(output))
+
+    def poll(self) -> Sequence[ConnectorEvent]:
+        return self._checked(self.inner.poll())
+
+    def _checked(self, events: Sequence[ConnectorEvent]) -> Sequence[ConnectorEvent]:
         for event in events:
             if isinstance(event, LoadEnded):
                 assert event.transfer_id in self._loads, f"{event.transfer_id} ends but was not in progress"
@@ -111,7 +116,7 @@ class CheckedScheduler(Forwarding):
                 assert event.transfer_id in self._holds, f"{event.transfer_id} is released but was not held"
                 self._holds.remove(event.transfer_id)
         # Blocks may be held without pending work, for a peer that has not requested them yet.
-        assert not self._loads or self.inner.has_pending_work, f"nothing is pending, but {sorted(self._loads)} are"
+        assert not self._loads or self.inner.has_pending_work, f"nothing is pending, but {list(self._loads)} are"
         return events
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:

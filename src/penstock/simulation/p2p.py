@@ -40,7 +40,7 @@ class _CountingExchange(Exchange):
     loaded: Counter[str]
 
     def begin_load(self, name: TransferId, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int) -> None:
-        _, _, turn = transfer_id.partition("/")[0].partition(".")
+        _, _, turn = transfer_id.request.partition(".")
         self.loaded[f"turn{turn[:1]}_asked_tokens"] += end - first
         super().begin_load(name, transfer_id, block_ids, first, end)
 

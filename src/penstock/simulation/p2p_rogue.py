@@ -67,7 +67,7 @@ class Rogue:
         self._hellos: dict[PeerKey, Hello] = {}
         self._outgoing: list[PeerKey] = []
         self._strangers: set[PeerKey] = set()
-        self._seen_ids = ["c1.1.d/load-1", "c2.1.d/load-2", "attest-1", ""]
+        self._seen_ids = [TransferId("c1.1.d", 0), TransferId("c2.1.d", 1), TransferId("", -1)]
         self._seen_tickets = ["", "x", "A" * 3000]
         self._seen_fetches: list[Fetch] = []
         cache = cache_config(setup.layers, setup.num_blocks(setup.block_size), setup.block_size, NUM_HEADS)
@@ -250,12 +250,14 @@ class Rogue:
         rng = self._rng
         if self._seen_fetches and rng.random() < 0.3:
             # Requests KV that was not meant for it, and never reports that it is done.
-            return msgspec.structs.replace(rng.choice(self._seen_fetches), transfer_id=f"stolen-{rng.random()}")
+            return msgspec.structs.replace(
+                rng.choice(self._seen_fetches), transfer_id=TransferId("stolen", rng.getrandbits(60))
+            )
         name, ticket = rng.choice(self._seen_ids), rng.choice(self._seen_tickets)
         first, end = rng.choice([(0, 4), (0, 0), (0, _HUGE), (-4, 8), (8, 4), (1, 3), (-_HUGE, _HUGE), (0, 12)])
         rendezvous = rng.choice(["", "", f"xfer-{rng.randrange(1, 9)}", "never"])
         fetch = Fetch(
-            transfer_id=f"{name}{rng.randrange(4)}",
+            transfer_id=msgspec.structs.replace(name, part=rng.randrange(4)),
             first=first,
             end=end,
             prompt_digest=b"0" * rng.choice([0, 16, 900]),

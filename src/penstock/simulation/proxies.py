@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
+from penstock.messages.kv_transfer import TransferId
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
@@ -268,7 +269,9 @@ class Proxies(Clients):
             return replace(turn, prompt=tuple(self._prompt())), params
         at = rng.randrange(len(ticket))
         other_host, other_port = address_of(rng.choice(self._names))
-        issued = Ticket(turn.prefiller, f"{turn.prefiller}.1", "c1.1.p/hold-0", self._digest(turn), len(turn.prompt))
+        issued = Ticket(
+            turn.prefiller, f"{turn.prefiller}.1", TransferId("c1.1.p", 0), self._digest(turn), len(turn.prompt)
+        )
         changes: dict[str, Params] = {
             "truncated": {"ticket": ticket[:at] or "x"},
             "changed": {"ticket": f"{ticket[:at]}{'A' if ticket[at] != 'A' else 'B'}{ticket[at + 1 :]}"},
@@ -285,7 +288,9 @@ class Proxies(Clients):
         host, port = address_of(ROGUE)
         params = {**params, "remote_host": host, "remote_port": port}
         name = f"rogue{self._rng.randrange(3)}"
-        own = TicketOffice(CLUSTER_KEY).issue(Ticket(name, "1", "any", self._digest(turn), len(turn.prompt)))
+        own = TicketOffice(CLUSTER_KEY).issue(
+            Ticket(name, "1", TransferId("any", 0), self._digest(turn), len(turn.prompt))
+        )
         return {**params, **self._rng.choice([{}, {"ticket": own, "remote_engine_id": name}])}
 
     @staticmethod

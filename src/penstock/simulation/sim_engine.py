@@ -42,6 +42,8 @@ class WatchedPool(BlockPool):
     def allocate(self, num_blocks: int) -> list[int]:
         block_ids = super().allocate(num_blocks)
         self._fresh += block_ids
+        # A load may be published and evicted in one call of the scheduler.
+        self.newly_published = [each for each in self.newly_published if each[0] not in block_ids]
         self._note("hands out", block_ids)
         return block_ids
 
@@ -58,11 +60,11 @@ class WatchedPool(BlockPool):
     def pin(self, transfer_id: TransferId, block_ids: Iterable[int], writes: bool) -> None:
         ids = list(block_ids)
         super().pin(transfer_id, ids, writes)
-        self._note("writes into" if writes else "reads", ids, transfer_id)
+        self._note("writes into" if writes else "reads", ids, str(transfer_id), transfer_id.request)
 
     def unpin(self, transfer_id: TransferId) -> None:
         super().unpin(transfer_id)
-        self._note("is done with", (), transfer_id)
+        self._note("is done with", (), str(transfer_id), transfer_id.request)
 
     def _note(self, text: str, block_ids: Iterable[int], *subjects: str) -> None:
         names = [block_name(self._engine, block_id) for block_id in block_ids]

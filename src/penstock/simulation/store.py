@@ -270,7 +270,7 @@ class _Load:
 @dataclass(slots=True)
 class _Save:
     entries: list[Entry]
-    held_for: TransferId = ""  # the hold on the blocks that it reads
+    held_for: TransferId | None = None  # the hold on the blocks that it reads
 
 
 class StoreScheduler(NullSchedulerConnector):
@@ -376,8 +376,8 @@ class StoreScheduler(NullSchedulerConnector):
                     copies.append(BlockCopy(group, index, table[index], entry.place, {}))
         if copies:
             self._num_saves += 1
-            transfer_id = f"{request.request_id}/save-{self._num_saves}"
-            self._saves[transfer_id] = _Save(entries, "" if is_staged else request.hold_id)
+            transfer_id = TransferId(request.request_id, -1, part=self._num_saves)
+            self._saves[transfer_id] = _Save(entries, None if is_staged else request.hold_id)
             self._new_saves.append(self._open(transfer_id, copies, is_staged=is_staged))
         return bool(copies)
 
@@ -386,7 +386,7 @@ class StoreScheduler(NullSchedulerConnector):
         return StoreJob(self._on_wire(transfer_id), self._store.transport.descriptor(), tuple(copies), **kwargs)
 
     def _on_wire(self, transfer_id: TransferId) -> TransferId:
-        return f"{self._life}:{transfer_id}"
+        return msgspec.structs.replace(transfer_id, epoch=str(self._life))
 
     def build_connector_meta(self, plan: SchedulerOutput) -> StoreMetadata:
         for request_id in plan.preempted_request_ids:
@@ -399,8 +399,8 @@ class StoreScheduler(NullSchedulerConnector):
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         events: list[ConnectorEvent] = []
         for report in output.reports:
-            life, _, transfer_id = report.transfer_id.partition(":")
-            if life != self._life:
+            transfer_id = msgspec.structs.replace(report.transfer_id, epoch="")
+            if report.transfer_id.epoch != self._life:
                 self._num_stale_reports += 1
                 continue
             _, reports = self._ledger.apply(
@@ -451,7 +451,7 @@ class StoreScheduler(NullSchedulerConnector):
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
         open_ids = self._loads.keys() | self._saves.keys()
-        assert len(open_ids) == len(self._ledger), (sorted(open_ids), len(self._ledger))
+        assert len(open_ids) == len(self._ledger), (open_ids, len(self._ledger))
         self._store.check_integrity()
 
 

@@ -55,7 +55,7 @@ class Trace:
         wanted = set(subjects)
         last = [event for event in self._events if wanted & set(event.subjects)][-_LAST:]
         named = {name for event in last for name in event.subjects if not is_block(name)}
-        wanted |= named | {name.partition("/")[0] for name in named}
+        wanted |= named
         found = [event for event in self._events if wanted & set(event.subjects)]
         return [str(event) for event in (found or list(self._events))[-_SHOWN:]]
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
 
+import msgspec
+
 from penstock.kv_transfer.connector import (
     FREED,
     NO_MATCH,
@@ -273,7 +275,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             LoadBlock(group, block_id, chunk.chunk_id, index, chunk.digest)
             for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
         )
-        job_id = f"{self._epoch}/load/{transfer_id}"
+        job_id = msgspec.structs.replace(transfer_id, epoch=self._epoch)
         medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
         since = now if state.promoting_since is None else state.promoting_since
@@ -320,7 +322,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         if not blocks:
             return ()
         self._num_stores += 1
-        job_id = f"{self._epoch}/store/{self._num_stores}"
+        job_id = TransferId("", self._num_stores, epoch=self._epoch)
         self._ledger.open(job_id, self._shards, _Store(keys))
         return (OffloadStore(job_id, tuple(blocks)),)
 

@@ -67,15 +67,15 @@ _NEXT = {
 class Load:
     """What this engine wants from another one for a request, and how far it is.
 
-    `name` is never reused; `transfer_id` is the scheduler's name for the load of tokens [first, end) into `block_ids`,
-    which the request has needed since `began`. `peer` has been asked; the workers know it as `engine`.
+    `name` is the request's, and once it has begun, `transfer_id` is that of the load of tokens [first, end) into
+    `block_ids`, which the request has needed since `began`. `peer` has been asked; the workers know it as `engine`.
     """
 
     name: TransferId
+    transfer_id: TransferId
     source: RemotePrefill
     prompt_digest: bytes
     state: LoadState = LoadState.WANTED
-    transfer_id: TransferId = ""
     block_ids: BlockIds = ()
     first: int = 0
     end: int = 0
@@ -166,7 +166,7 @@ class Consumer:
 
     def want(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
         """Records where a request's KV is. Every such request ends in `cancel`."""
-        self._loads[name] = Load(name, source, prompt_digest)
+        self._loads[name] = Load(name, name, source, prompt_digest)
 
     def wanted(self, name: TransferId) -> RemotePrefill | None:
         """Returns where the request's KV is, None if it has none or a load has begun."""
@@ -239,7 +239,7 @@ class Consumer:
         """Applies a message, if its load has not ended. Raises PeerError for a message that no producer sends."""
         if not isinstance(message, Grant | Refuse | DoneAck):
             raise PeerError(f"the peer sent {type(message).__name__}, which a producer does not send")
-        load = self._loads.get(message.transfer_id)
+        load = None if message.transfer_id is None else self._loads.get(message.transfer_id)
         if load is None or load.peer != peer:
             return
         match message:

@@ -227,6 +227,11 @@ class Exchange:
                     case None:
                         pass
             self._perform()
+            return self.poll()
+
+    def poll(self) -> list[ConnectorEvent]:
+        """Returns the events since the last call."""
+        with self._lock:
             events, self._events = self._events, []
             return events
 

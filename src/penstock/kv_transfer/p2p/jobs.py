@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.p2p.consumer import Load
 from penstock.kv_transfer.p2p.known_digests import Reading
@@ -255,7 +257,7 @@ class WorkerJobs:
         return tuple(collected)
 
     def _on_wire(self, name: TransferId) -> TransferId:
-        return f"{self._epoch}:{name}"
+        return msgspec.structs.replace(name, epoch=self._epoch)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()

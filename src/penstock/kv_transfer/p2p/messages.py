@@ -28,11 +28,12 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, KVCo
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.wire import Codec, register_kind
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 32 << 20
 
-_Text = Annotated[str, msgspec.Meta(max_length=16 << 10)]
+_MAX_NAME = 16 << 10
 """Names of requests are kept while a reader waits, so they are limited: most come from clients, in a header."""
+_Text = Annotated[str, msgspec.Meta(max_length=_MAX_NAME)]
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -60,12 +61,17 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     The prompt's request is identified by `ticket`, or by `rendezvous`, a name that the proxy gave to both engines.
     """
 
-    transfer_id: _Text
+    transfer_id: TransferId
     first: int
     end: int
     prompt_digest: Annotated[bytes, msgspec.Meta(max_length=64)]
     ticket: _Text = ""
     rendezvous: _Text = ""
+
+    def __post_init__(self) -> None:
+        name = self.transfer_id
+        if max(len(name.request), len(name.epoch), len(name.child)) > _MAX_NAME:
+            raise ValueError(f"the name of a transfer has more than {_MAX_NAME} characters")
 
 
 class ShardDigests(msgspec.Struct, frozen=True):
@@ -102,9 +108,9 @@ class Reason(enum.StrEnum):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """`transfer_id` is empty if the whole session is refused."""
+    """`transfer_id` is None if the whole session is refused."""
 
-    transfer_id: TransferId
+    transfer_id: TransferId | None
     reason: Reason
     detail: str
 

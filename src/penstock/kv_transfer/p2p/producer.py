@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
     MAX_MESSAGE_BYTES,
@@ -151,10 +153,14 @@ class _Parked:
 
 @dataclass(slots=True)
 class _Closed:
-    """A rendezvous that one side has given up: its reader, or else the request of this engine."""
+    """A rendezvous that one side has given up: its reader, or else the request of this engine.
+
+    If the request still ends, its blocks are held for `hold_seconds`, in which the reader may come again.
+    """
 
     is_by_reader: bool
     deadline: float
+    hold_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -244,8 +250,11 @@ class Producer:
         self.counts.num_offered += 1
         if hold.rendezvous:
             self._state.at_rendezvous[hold.rendezvous] = hold
-            if self._state.closed.pop(hold.rendezvous, None) is not None:  # by its reader: see `expect`
+            closed = self._state.closed.pop(hold.rendezvous, None)  # by its reader: see `expect`
+            if closed is not None and not closed.hold_seconds:
                 self._release(hold)
+            elif closed is not None:
+                hold.deadline = now + closed.hold_seconds
             for key in self._waiting_at(hold.rendezvous):
                 self._answer(self._state.parked.pop(key).reader, now)
         return self._office.issue(
@@ -312,8 +321,10 @@ class Producer:
         """Ends everything whose deadline has passed."""
         state = self._state
         for key in [key for key, each in state.parked.items() if each.deadline <= now]:
-            del state.parked[key]
+            rendezvous = state.parked.pop(key).reader.fetch.rendezvous
             self._refuse(key, Reason.UNKNOWN_REQUEST, "the request has not been prefilled in time")
+            if not self._waiting_at(rendezvous):
+                self._close(rendezvous, now, is_by_reader=True, hold_seconds=self._rules.lease_seconds)
         for name in [name for name, each in state.closed.items() if each.deadline <= now]:
             del state.closed[name]
         for hold in [hold for hold in state.holds.values() if hold.deadline <= now]:
@@ -352,10 +363,10 @@ class Producer:
         parked = self._state.parked
         return [key for key, each in parked.items() if rendezvous and each.reader.fetch.rendezvous == rendezvous]
 
-    def _close(self, rendezvous: str, now: float, *, is_by_reader: bool) -> None:
+    def _close(self, rendezvous: str, now: float, *, is_by_reader: bool, hold_seconds: float = 0.0) -> None:
         """Records, up to a limit, that one side has given up, so that the other need not wait for its deadline."""
         if len(self._state.closed) < self._rules.max_parked:
-            self._state.closed[rendezvous] = _Closed(is_by_reader, now + self._rules.park_seconds)
+            self._state.closed[rendezvous] = _Closed(is_by_reader, now + self._rules.park_seconds, hold_seconds)
 
     def _answer(self, reader: _Reader, now: float) -> None:
         """Grants or refuses a fetch of a request that has ended."""
@@ -417,7 +428,7 @@ class Producer:
         """Begins to digest what is missing of tokens [first, end)."""
         for start, stop in hold.digests.missing(first, end):
             self._num_jobs += 1
-            job_id = f"digest-{self._num_jobs}"
+            job_id = msgspec.structs.replace(hold.hold_id, part=self._num_jobs)
             hold.digests.begin(job_id, start, stop)
             self._state.jobs[job_id] = hold
             self._actions.append(Digest(job_id, hold.digests.reading, block_ids, start, stop))

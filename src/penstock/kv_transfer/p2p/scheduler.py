@@ -195,6 +195,9 @@ class P2PScheduler(NullSchedulerConnector):
             prefill.num_digested = end
             self._exchange.on_computed(prefill.hold_id, tables, first, end)
 
+    def poll(self) -> Sequence[ConnectorEvent]:
+        return self._exchange.poll()
+
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         return self._exchange.apply(output)
 

@@ -119,14 +119,14 @@ class Sessions:
     def _find_difference(self, other: Hello) -> Refuse | None:
         if other.version != VERSION:
             detail = f"protocol version {other.version} and {VERSION}: run the same version of Penstock on both sides"
-            return Refuse("", Reason.OTHER_VERSION, detail)
+            return Refuse(None, Reason.OTHER_VERSION, detail)
         if other.transport != self._hello.transport:
             detail = f"transport {other.transport} and {self._hello.transport}: configure the same on both sides"
-            return Refuse("", Reason.OTHER_TRANSPORT, cut_reason(detail))
+            return Refuse(None, Reason.OTHER_TRANSPORT, cut_reason(detail))
         different = find_differences(self._hello.meaning, other.meaning, self._ignored)
         if different:
             detail = f"engines {self._hello.engine_id} and {other.engine_id} differ in {', '.join(different)}"
-            return Refuse("", Reason.OTHER_MODEL, cut_reason(detail))
+            return Refuse(None, Reason.OTHER_MODEL, cut_reason(detail))
         return None
 
 
