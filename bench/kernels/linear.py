@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ def prepacked(weight: torch.Tensor, rows: int) -> Linear:
 
 def contenders(weights: list[torch.Tensor], rows: int, isas: list[str]) -> dict[str, list[Linear]]:
     made: dict[str, list[Linear]] = {
-        isa: [PackedLinear.with_library(native.library_for(isa), weight) for weight in weights] for isa in isas
+        isa: [PackedLinear(weight, library=partial(native.library_for, isa)) for weight in weights] for isa in isas
     }
     made["F.linear"] = [lambda x, weight=weight: F.linear(x, weight) for weight in weights]
     if weights[0].dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -29,7 +29,7 @@ def two_threads() -> Iterator[None]:
 
 
 def make(isa: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> PackedLinear:
-    return PackedLinear.with_library(None if isa == "torch" else native.library_for(isa), weight, bias, is_wide)
+    return PackedLinear(weight, bias, is_wide, lambda: None if isa == "torch" else native.library_for(isa))
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace,
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.sampling_params import MAX_LOGPROBS
 from penstock.runner.cpu.parts import cpu_parts
-from penstock.runner.gpu.sampling.logprobs import read_records
-from penstock.runner.gpu.sampling.logprobs import score as score_on_gpu
+from penstock.runner.gpu.sampling.outputs import read_records
+from penstock.runner.gpu.sampling.outputs import score as score_on_gpu
 from penstock.runner.sampling.logprobs import token_logprobs
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, POINTERS, compile_sampling
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.triton.sampling import noise as device_noise
+from penstock.kernels.triton.sampling.noise import uniform_of
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.kernels.triton.sampling.verify import verify
 from penstock.runner.cpu import sampler
@@ -33,6 +35,12 @@ def device() -> Iterator[None]:
         yield
 
 
+@triton.jit
+def _uniform(seeds_ptr, positions_ptr, out_ptr, purpose: tl.constexpr):
+    place = tl.program_id(0)
+    tl.store(out_ptr + place, uniform_of(tl.load(seeds_ptr + place), tl.load(positions_ptr + place), purpose))
+
+
 @settings(max_examples=60)
 @given(
     seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=300),
@@ -40,14 +48,11 @@ def device() -> Iterator[None]:
     data=st.data(),
 )
 def test_noise_equals_that_of_the_cpu(seeds: list[int], purpose: Purpose, data: st.DataObject) -> None:
-    rows = torch.randperm(len(seeds))
     first = data.draw(st.integers(0, 2**40))
     positions = torch.arange(first, first + len(seeds))
-    expected = uniform([seeds[row] for row in rows], positions.cpu().numpy(), purpose)
-    table = torch.tensor(seeds)
-    assert np.array_equal(device_noise.uniform(table, rows, positions, int(purpose)).cpu().numpy(), expected)
-    rows[0] = -1
-    assert device_noise.uniform(table, rows, positions, int(purpose))[0] == 0
+    found = torch.empty(len(seeds), dtype=torch.float64)
+    _uniform[(len(seeds),)](torch.tensor(seeds), positions, found, int(purpose))
+    assert np.array_equal(found.cpu().numpy(), uniform(seeds, positions.cpu().numpy(), purpose))
 
 
 @pytest.mark.spread(3)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.attention.backend import AttentionBackend, AttentionHeads
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionBackend, AttentionHeads, AttentionMetadata
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
 MAX_MODEL_LEN = 1024

@@ -20,7 +20,7 @@ def test_released_blocks_are_free() -> None:
     assert sorted(ids) == [1, 2, 3, 4]
     assert pool.num_available == 0
     pool.release(ids)
-    assert pool.counts()[BlockState.FREE] == 4
+    assert pool.map(1).counts["f"] == 4
     pool.check_integrity([])
 
 

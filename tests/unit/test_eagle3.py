@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.attention.backend import AttentionMetadata
 from penstock.attention.forward_context import ForwardContext
-from penstock.attention.metadata import AttentionMetadata
 from penstock.attention.native import NativeAttention
 from penstock.config.eagle3 import load_eagle3_config
 from penstock.config.kv_cache_groups import group_layers

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.attention.backend import AttentionMetadata
 from penstock.attention.forward_context import ForwardContext
-from penstock.attention.metadata import AttentionMetadata
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig, RopeConfig

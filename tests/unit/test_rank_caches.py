@@ -16,8 +16,7 @@ from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.memory_budget import MemoryBudget
-from penstock.runner.kv_cache import KVCache, allocate_kv_cache
-from penstock.runner.kv_cache_view import layout_of
+from penstock.runner.kv_cache import KVCache, allocate_kv_cache, layout_of
 from penstock.utils.errors import ConfigError
 from penstock.worker.messages import WorkerFacts
 from tests.unit.rank_fakes import (

@@ -19,8 +19,7 @@ from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout, LayerLayout
 from penstock.messages.kv_transfer import ShardId
-from penstock.runner.kv_cache import allocate_kv_cache
-from penstock.runner.kv_cache_view import layout_of
+from penstock.runner.kv_cache import allocate_kv_cache, layout_of
 from penstock.utils.digest import digest
 from tests.unit.rank_fakes import DRAFT, HEAD_SIZE, NUM_HEADS, layer_name, make_engine_config, make_facts
 

@@ -30,7 +30,7 @@ from penstock.runner.memory import DeviceMemory
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.pick import allocate_draft_logits
+from penstock.runner.speculation.draft import allocate_draft_logits
 from penstock.runner.speculation.speculator import StepResult
 from penstock.runner.speculation.verifier import Verifier
 from penstock.utils.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_cache_planning import blocks_for_one_request
-from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
+from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.kv_events import EventPublisher
@@ -55,7 +55,7 @@ def make_core(
     groups = cache_config(layers, 2, BLOCK_SIZE, NUM_HEADS).groups
     smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, in_flight)
     cache = cache_config(layers, smallest + rng.choice([0, 0, 3, 40]), BLOCK_SIZE, NUM_HEADS)
-    recorder = StepKVEventRecorder(cache) if publisher else NullKVEventRecorder()
+    recorder = StepKVEventRecorder(cache) if publisher else KVEventRecorder()
     kv = KVCacheManager(cache, rng.random() < 0.7, recorder)
     scheduler = Scheduler(config, kv)
     ranks = RankConfig(

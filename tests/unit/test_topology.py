@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.kv_transfer.topology.layouts import check_layout
-from penstock.kv_transfer.topology.pieces import digest_edges, digest_unit, piece_runs, unit_runs
+from penstock.kv_transfer.topology.pieces import digest_edges, digest_unit, unit_runs
 from penstock.kv_transfer.topology.planner import LayerSlice, plan_runs, sources
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout
@@ -108,7 +108,7 @@ class Transfer:
             into[mine : mine + num_bytes] = out_of[theirs : theirs + num_bytes]
 
     def _check_pieces(self, shard: ShardId, source: ShardId, slices: Sequence[LayerSlice]) -> None:
-        """Checks that both sides read the same bytes in the order of the sender's axes, also with all units at once."""
+        """Checks that both sides read the same bytes in the order of the sender's axes."""
         order, unit = self.remote.axes, digest_unit(self.local.block_size, self.remote.block_size)
         values = values_of(self.layers, NUM_TOKENS)
         edges = digest_edges(self.first, self.end, unit)
@@ -123,12 +123,11 @@ class Transfer:
                 are_there = [tables[group][start // layout.block_size] != NULL_BLOCK for layout, _, tables in sides]
                 for (layout, memory, tables), (runs, bounds) in zip(sides, at_once, strict=True):
                     block = tables[group][start // layout.block_size]
-                    pieces = piece_runs(layout, order, slices, tables[group], group, start, end)
-                    of_unit = runs[bounds[number] : bounds[number + 1]]
+                    pieces = runs[bounds[number] : bounds[number + 1]]
                     if block == NULL_BLOCK:
-                        assert len(pieces) == len(of_unit) == 0
+                        assert not len(pieces)
                     elif all(are_there):
-                        assert read(memory, pieces) == read(memory, of_unit) == wanted
+                        assert read(memory, pieces) == wanted
 
     def _ordered_cells(self, slices: Sequence[LayerSlice], source: ShardId, group: int, start: int, end: int):
         axes = [axis for axis in self.remote.axes if axis != "block"]
@@ -250,22 +249,6 @@ def test_digest_units_lie_in_blocks(first: int, count: int, unit: int) -> None:
     assert [digest_unit(16, 16), digest_unit(16, 32), digest_unit(4, 6), digest_unit(3, 5)] == [16, 16, 2, 1]
 
 
-def test_pieces_of_a_range_over_several_blocks() -> None:
-    """Both sides have equal bytes even if the range does not lie within one block."""
-    layers = model(2)
-    local, remote = FakeEngine([layers], 1, 4, TOKEN_MAJOR), FakeEngine([layers], 1, 6)
-    values, rng = values_of(layers, NUM_TOKENS), random.Random(0)
-    slices = sources(local.shards[0, 0], remote.shards, (0, 0))[0, 0]
-    sides = [(engine, make_tables(engine, rng, 0)) for engine in (local, remote)]
-    strings: list[bytes] = []
-    for engine, tables in sides:
-        engine.fill(values, tables, range(NUM_TOKENS))
-        pieces = piece_runs(engine.shards[0, 0], remote.axes, slices, tables[0], 0, 1, 10)
-        strings.append(read(engine.memory[0, 0], pieces))
-    assert strings[0] == strings[1]
-    assert len(strings[0]) == 9 * (3 * 2 + 1) * 2 * 2 * ITEM_BYTES
-
-
 # ---- Number of runs ----
 
 
@@ -348,9 +331,9 @@ def test_remote_block_tables_are_checked(remote_ids: list[int]) -> None:
 def test_pieces_need_an_order_of_all_axes() -> None:
     layout = make_layout(model(1), 4)
     with pytest.raises(PeerError, match="dim"):
-        piece_runs(layout, SIMULATION, [LayerSlice("layer.0", (0, 1))], [1], 0, 0, 4)
+        unit_runs(layout, SIMULATION, [LayerSlice("layer.0", (0, 1))], [1], 0, np.array([0, 4]))
     with pytest.raises(PeerError, match=r"layer\.9"):
-        piece_runs(layout, PRODUCTION, [LayerSlice("layer.9", (0, 1))], [1], 0, 0, 4)
+        unit_runs(layout, PRODUCTION, [LayerSlice("layer.9", (0, 1))], [1], 0, np.array([0, 4]))
 
 
 def test_a_missing_head_is_named() -> None:

@@ -10,10 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from penstock.attention.metadata import AttentionMetadata
 from penstock.messages.kv_cache_spec import KVCacheSpec, KVPlane
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One KV group's view of the batch. Padding: query length 0, `seq_lens` 0, block row 0, slot -1.
+
+    Every step has a new one, even if it is written into the tensors of the last: a backend may cache what it derives
+    from one until it gets another.
+    """
+
+    query_start_loc: Tensor  # [num_reqs + 1] int32: request r owns rows query_start_loc[r] .. [r + 1]
+    seq_lens: Tensor  # [num_reqs] int32: tokens in the cache once this step's are stored
+    block_table: Tensor  # [num_reqs, max_blocks] int32
+    slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset, where a token's KV is stored
+    max_query_len: int  # of a request, an upper bound
+    max_seq_len: int  # an upper bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +40,9 @@ class AttentionHeads:
     spec: KVCacheSpec
     num_heads: int
     scale: float
-    rotary: torch.Tensor  # [max_position, head_size] float32: cos, sin; width 0: no rotation
-    q_norm: torch.Tensor | None = None  # [head_size]
-    k_norm: torch.Tensor | None = None  # [head_size]
+    rotary: Tensor  # [max_position, head_size] float32: cos, sin; width 0: no rotation
+    q_norm: Tensor | None = None  # [head_size]
+    k_norm: Tensor | None = None  # [head_size]
     eps: float = 1e-6
     is_causal: bool = True  # else a token attends to all tokens of its request, as in an encoder
 
@@ -52,13 +67,8 @@ class AttentionBackend(Protocol):
     """Whether it supports attention that is not causal and heads without rotation (`AttentionHeads`)."""
 
     def attend(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        heads: AttentionHeads,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size].
 
         `positions` is [num_tokens] int64, `kv_cache` [num_blocks, 2, num_kv_heads, block_size, head_size]. `qkv` may be

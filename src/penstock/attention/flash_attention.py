@@ -6,12 +6,11 @@ is contiguous, so the cache is not copied: a view exchanges the two middle dimen
 
 from __future__ import annotations
 
-import torch
 from flash_attn_interface import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
+from torch import Tensor
 
-from penstock.attention.backend import AttentionHeads
+from penstock.attention.backend import AttentionHeads, AttentionMetadata
 from penstock.attention.library import LibraryLimits
-from penstock.attention.metadata import AttentionMetadata
 from penstock.attention.native import queries_of, rotate_and_store
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
@@ -39,13 +38,8 @@ class FlashAttention:
         self._served: set[tuple[int, KVCacheSpec]] = set()
 
     def attend(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        heads: AttentionHeads,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """See `AttentionBackend.attend`. Rows that belong to no request have undefined content.
 
         Raises ConfigError for a layer that FlashAttention does not support.

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache  # pyright: ignore[reportMissingImports]
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper  # pyright: ignore[reportMissingImports]
+from torch import Tensor
 
-from penstock.attention.backend import AttentionHeads
+from penstock.attention.backend import AttentionHeads, AttentionMetadata
 from penstock.attention.library import LibraryLimits
-from penstock.attention.metadata import AttentionMetadata
 from penstock.attention.native import queries_of, rotate_and_store
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
@@ -62,13 +62,8 @@ class FlashInferAttention:
         self._planned: dict[_Layer, AttentionMetadata] = {}
 
     def attend(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        heads: AttentionHeads,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """See `AttentionBackend.attend`. Rows that belong to no request have undefined content.
 
         Raises ConfigError for a layer that FlashInfer does not support.
@@ -88,9 +83,7 @@ class FlashInferAttention:
             self._planned[layer] = metadata
         return self._wrappers[layer].run(queries, kv_cache).flatten(1)
 
-    def _decode(
-        self, queries: torch.Tensor, heads: AttentionHeads, kv_cache: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
+    def _decode(self, queries: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         mask = self._masks[metadata.max_query_len]
         out = xqa_batch_decode_with_kv_cache(
             queries,
@@ -131,7 +124,7 @@ class FlashInferAttention:
         )
 
 
-def _causal_mask(num_reqs: int, query_len: int, device: torch.device) -> torch.Tensor | None:
+def _causal_mask(num_reqs: int, query_len: int, device: torch.device) -> Tensor | None:
     """Returns [num_reqs, query_len, words] uint16: bit j of row i says whether query i of a request sees query j.
 
     A row takes whole words of 32 bits. One query needs no mask.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionBackend, AttentionMetadata
 from penstock.utils.layer_hooks import NO_HOOKS, LayerHooks
 
 

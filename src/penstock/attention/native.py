@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
-from penstock.attention.backend import AttentionHeads
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionHeads, AttentionMetadata
 from penstock.kernels.paged_attention import bidirectional_attention, paged_attention
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 
@@ -18,13 +17,8 @@ class NativeAttention:
     runs_encoders = True
 
     def attend(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        heads: AttentionHeads,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """See `AttentionBackend.attend`."""
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         requests = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
@@ -33,29 +27,16 @@ class NativeAttention:
         return paged_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.spec.sliding_window)
 
 
-def queries_of(qkv: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
+def queries_of(qkv: Tensor, heads: AttentionHeads) -> Tensor:
     """Returns [num_tokens, num_heads, head_size]: a view of `qkv`."""
     size = heads.keys.head_size
     return qkv[:, : heads.num_heads * size].unflatten(1, (heads.num_heads, size))
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    heads: AttentionHeads,
-    kv_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
 ) -> None:
     """Rotates the queries in `qkv`, and stores rotated keys, and values."""
-    rope_and_store_kv(
-        qkv,
-        heads.num_heads,
-        heads.keys.num_heads,
-        heads.rotary,
-        positions,
-        kv_cache,
-        metadata.slot_mapping,
-        heads.q_norm,
-        heads.k_norm,
-        heads.eps,
-    )
+    tokens = (positions, kv_cache, metadata.slot_mapping)
+    norms = (heads.q_norm, heads.k_norm, heads.eps)
+    rope_and_store_kv(qkv, heads.num_heads, heads.keys.num_heads, heads.rotary, *tokens, *norms)

@@ -6,9 +6,9 @@ import bisect
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from penstock.attention.backend import AttentionHeads
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionHeads, AttentionMetadata
 from penstock.attention.native import queries_of, rotate_and_store
 from penstock.kernels.triton.attention.launcher import decode_attention_fused, paged_attention
 from penstock.kernels.triton.attention.plan import (
@@ -50,13 +50,8 @@ class TritonAttention:
         self._shapes: dict[AttentionShape, _Planned] = {}
 
     def attend(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        heads: AttentionHeads,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """See `AttentionBackend.attend`. Raises ConfigError for a shape of heads that the kernels do not support."""
         plan = self._plan(heads, kv_cache, metadata)
         batch = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
@@ -68,7 +63,7 @@ class TritonAttention:
         queries = queries_of(qkv, heads)
         return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan)
 
-    def _plan(self, heads: AttentionHeads, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> AttentionPlan:
+    def _plan(self, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata) -> AttentionPlan:
         _, _, num_kv_heads, block_size, head_size = kv_cache.shape
         shape = AttentionShape(heads.num_heads, num_kv_heads, head_size, block_size, kv_cache.dtype)
         planned = self._shapes.get(shape)

@@ -31,14 +31,14 @@ BlockKey = tuple[int, bytes]
 """(KV group, block hash): the lookup key of a cached block."""
 
 _BUSY = "fcpol"
-"""The letters of `BlockMap`, ordered from idle to busy."""
+"""The letters of `BlockMap`, ordered from idle to busy: the states, and p for a pinned block without an owner."""
 
 
 class BlockState(enum.Enum):
-    FREE = "free"
-    CACHED = "cached"
-    OWNED = "owned"
-    LOADING = "loading"
+    FREE = "f"
+    CACHED = "c"
+    OWNED = "o"
+    LOADING = "l"
 
 
 @dataclass(slots=True)
@@ -98,30 +98,18 @@ class BlockPool:
             return BlockState.OWNED
         return BlockState.CACHED if block.key is not None else BlockState.FREE
 
-    def counts(self) -> dict[BlockState, int]:
-        """Returns the number of blocks in each state, without the null block."""
-        counts = dict.fromkeys(BlockState, 0)
-        for block_id in range(1, len(self._blocks)):
-            counts[self.state(block_id)] += 1
-        return counts
-
     def map(self, max_cells: int) -> BlockMap:
         """Returns the states of the pool's blocks, without the null block, as at most `max_cells` letters."""
-        letters = [self._letter(block) for block in self._blocks[1:]]
+        letters = [self._letter(block_id) for block_id in range(1, len(self._blocks))]
         per_cell = max(1, cdiv(len(letters), max_cells))
         cells = (max(letters[start : start + per_cell], key=_BUSY.index) for start in range(0, len(letters), per_cell))
         counts = Counter(letters)
         return BlockMap("".join(cells), {letter: counts[letter] for letter in _BUSY})
 
-    @staticmethod
-    def _letter(block: Block) -> str:
-        if block.num_writers:
-            return "l"
-        if block.num_owners:
-            return "o"
-        if block.num_pins:
-            return "p"
-        return "f" if block.key is None else "c"
+    def _letter(self, block_id: int) -> str:
+        block = self._blocks[block_id]
+        is_pinned = block.num_pins and not (block.num_writers or block.num_owners)
+        return "p" if is_pinned else self.state(block_id).value
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocates blocks with one owner each, evicting the oldest cached content first."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.core.block_pool import BlockPool
 from penstock.core.kv_cache_groups import make_group
-from penstock.core.kv_events import KVEventRecorder, NullKVEventRecorder
+from penstock.core.kv_events import KVEventRecorder
 from penstock.core.request import Request, RequestStatus
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import KVEvent
@@ -47,7 +47,7 @@ class KVCacheManager:
     def __init__(
         self, config: KVCacheConfig, enable_prefix_caching: bool, recorder: KVEventRecorder | None = None
     ) -> None:
-        self._recorder = recorder or NullKVEventRecorder()
+        self._recorder = recorder or KVEventRecorder()
         self.pool = BlockPool(config.num_blocks, self._recorder.on_removed)
         self.block_size = config.block_size
         self.num_tokens_ahead = config.num_tokens_ahead

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from penstock.core.block_pool import BlockKey
 from penstock.core.request import Request
@@ -11,34 +10,24 @@ from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_events import BlockRemoved, BlockStored, KVEvent
 
 
-class KVEventRecorder(Protocol):
-    """The KV cache manager reports every change of the prefix cache to it; `take` empties it once per step."""
+class KVEventRecorder:
+    """The KV cache manager reports every change of the prefix cache to it; `take` empties it once per step.
+
+    This one records nothing, for an engine without subscribers.
+    """
 
     def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None:
         """Records blocks of the request, by ascending index, whose content no other block of the group had."""
-        ...
 
     def on_removed(self, key: BlockKey) -> None:
         """Records that the last block with this content is being overwritten."""
-        ...
 
     def take(self) -> tuple[KVEvent, ...]:
         """Returns the events since the last call, oldest first."""
-        ...
-
-
-class NullKVEventRecorder:
-    """Records nothing, for an engine without subscribers."""
-
-    def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None: ...
-
-    def on_removed(self, key: BlockKey) -> None: ...
-
-    def take(self) -> tuple[KVEvent, ...]:
         return ()
 
 
-class StepKVEventRecorder:
+class StepKVEventRecorder(KVEventRecorder):
     """Keeps the events of a step: one per run of stored blocks, one per group for consecutive removals."""
 
     def __init__(self, config: KVCacheConfig) -> None:

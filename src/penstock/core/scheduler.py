@@ -19,9 +19,8 @@ from penstock.core.micro_batches import MicroBatches
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer, RemoteKV
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
-from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
-from penstock.core.step_result import apply_counts, make_output
+from penstock.core.step_result import SpeculationCounter, apply_counts, make_output
 from penstock.core.structured_output import StructuredOutputs
 from penstock.kv_transfer.connector import Match
 from penstock.messages.kv_events import KVEvent

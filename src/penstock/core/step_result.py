@@ -1,4 +1,4 @@
-"""Applies a step's result to one request: its counts and its next output."""
+"""Applies a step's result to one request: its counts and its next output. Counts proposed and accepted drafts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from penstock.core.request import Request
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.stats import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,23 @@ def make_output(
         pooled=result.pooled.get(request_id),
         kv_transfer_params=params,
     )
+
+
+class SpeculationCounter:
+    """Counts verifications of at most `max_num_drafts` drafts each."""
+
+    def __init__(self, max_num_drafts: int) -> None:
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_per_position = [0] * max_num_drafts
+
+    def count(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Records the verification of one request's drafts, the first `num_accepted` of which were accepted."""
+        assert 0 <= num_accepted <= num_draft_tokens, (num_accepted, num_draft_tokens)
+        self._num_drafts += num_draft_tokens > 0
+        self._num_draft_tokens += num_draft_tokens
+        for position in range(num_accepted):
+            self._num_accepted_per_position[position] += 1
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._num_accepted_per_position))

@@ -9,7 +9,7 @@ from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, check, resolve
 from penstock.config.model_path import localise
 from penstock.core.kv_cache_manager import KVCacheManager
-from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
+from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.cache_plan import bytes_per_block, plan_cache
@@ -72,7 +72,7 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic accepts drafts at random: the outputs are not the model's")
     has_listeners = config.kv_events.is_active or config.is_prefix_aware
-    recorder = StepKVEventRecorder(cache) if has_listeners else NullKVEventRecorder()
+    recorder = StepKVEventRecorder(cache) if has_listeners else KVEventRecorder()
     kv = KVCacheManager(cache, config.cache.enable_prefix_caching, recorder)
     scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer.transfer)
     publisher = make_event_publisher(config.kv_events)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +31,14 @@ class PackedLinear:
     made from several threads concurrently. Raises `TypeError` at construction for any other dtype.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> None:
-        self._set_up(weight, bias, is_wide, library())
-
-    @classmethod
-    def with_library(
-        cls,
-        native: NativeLibrary | None,
+    def __init__(
+        self,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         is_wide: bool = False,
-    ) -> PackedLinear:
-        """Returns a layer for one instruction set, or for torch if `native` is None, whatever this process uses."""
-        layer = cls.__new__(cls)
-        layer._set_up(weight, bias, is_wide, native)
-        return layer
-
-    def _set_up(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, is_wide: bool, native: NativeLibrary | None
+        library: Callable[[], NativeLibrary | None] = library,
     ) -> None:
+        """`library` returns the one with an instruction set, or None for torch; by default what this process uses."""
         if weight.dtype not in DTYPE_CODES:
             raise TypeError(f"a linear layer's weight is bfloat16, float16 or float32, not {weight.dtype}")
         self.out_features, self.in_features = weight.shape
@@ -56,6 +46,7 @@ class PackedLinear:
         self.out_dtype = torch.float32 if is_wide else weight.dtype
         assert bias is None or bias.shape == (self.out_features,), f"{bias.shape} for {self.out_features} outputs"
         weight = weight.detach().contiguous()
+        native = library()
         if native is None:
             self._into: _NativeLinear | _TorchLinear = _TorchLinear(weight, bias, self.out_dtype)
         else:

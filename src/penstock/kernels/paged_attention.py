@@ -51,8 +51,8 @@ def bidirectional_attention(
 def _attend(
     q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, scale: float, sliding_window: int, *, is_causal: bool
 ) -> torch.Tensor:
+    _check(q, kv_cache, requests)
     block_table, query_start_loc, seq_lens = requests
-    _check(q, kv_cache, *requests)
     assert scale > 0 and sliding_window >= 0, f"scale {scale}, sliding window {sliding_window}"
     native = library() if q.is_cpu else None
     if native is None:
@@ -154,13 +154,8 @@ class _SoftmaxState:
         return self._sum / self._mass[..., None]
 
 
-def _check(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-) -> None:
+def _check(q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests) -> None:
+    block_table, query_start_loc, seq_lens = requests
     assert q.dtype in DTYPE_CODES and kv_cache.dtype == q.dtype, f"q is {q.dtype}, the cache {kv_cache.dtype}"
     assert q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.shape[4] == q.shape[2], (
         f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
@@ -171,9 +166,9 @@ def _check(
     assert head_dim % 8 == 0 and block_size % 8 == 0, f"head_dim {head_dim}, block_size {block_size}"
     assert q.stride(2) == 1 and q.stride(1) == head_dim, f"q has strides {q.stride()}"
     assert kv_cache.is_contiguous(), f"the cache has strides {kv_cache.stride()}"
-    requests = seq_lens.shape[0]
-    assert block_table.shape[0] == requests and query_start_loc.shape == (requests + 1,), (
-        f"{tuple(block_table.shape)} block table, {tuple(query_start_loc.shape)} starts for {requests} requests"
+    count = seq_lens.shape[0]
+    assert block_table.shape[0] == count and query_start_loc.shape == (count + 1,), (
+        f"{tuple(block_table.shape)} block table, {tuple(query_start_loc.shape)} starts for {count} requests"
     )
     assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32, (
         f"block table {block_table.dtype}, starts {query_start_loc.dtype}, lengths {seq_lens.dtype}"

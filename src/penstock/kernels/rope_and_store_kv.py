@@ -32,8 +32,23 @@ def rope_and_store_kv(
     eps: float = 1e-6,
 ) -> None:
     """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
-    _check(qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping)
+    tokens, width = qkv.shape
+    assert qkv.dtype in DTYPE_CODES and kv_cache.dtype == qkv.dtype, f"qkv {qkv.dtype}, cache {kv_cache.dtype}"
+    assert kv_cache.dim() == 5 and kv_cache.shape[1:3] == (2, num_kv_heads), f"cache is {tuple(kv_cache.shape)}"
     head_dim = kv_cache.shape[4]
+    assert width == (num_heads + 2 * num_kv_heads) * head_dim, (
+        f"qkv is {width} wide for {num_heads} + 2 * {num_kv_heads} heads of {head_dim}"
+    )
+    assert cos_sin.dtype == torch.float32 and cos_sin.dim() == 2, f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
+    assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim <= MAX_HEAD_DIM, (
+        f"{cos_sin.shape[1]} rotated of {head_dim} dimensions"
+    )
+    assert positions.shape == slot_mapping.shape == (tokens,), (
+        f"{tuple(positions.shape)} positions and {tuple(slot_mapping.shape)} slots for {tokens} tokens"
+    )
+    assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
+    for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
+        assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
     for norm in (q_norm, k_norm):
         assert norm is None or (norm.shape == (head_dim,) and norm.dtype == qkv.dtype and norm.is_contiguous()), (
             f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"
@@ -91,31 +106,3 @@ def _rotated(
     first, second = first.float(), second.float()
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((rotated.to(x.dtype), rest), dim=-1)
-
-
-def _check(
-    qkv: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    tokens, width = qkv.shape
-    assert qkv.dtype in DTYPE_CODES and kv_cache.dtype == qkv.dtype, f"qkv {qkv.dtype}, cache {kv_cache.dtype}"
-    assert kv_cache.dim() == 5 and kv_cache.shape[1:3] == (2, num_kv_heads), f"cache is {tuple(kv_cache.shape)}"
-    head_dim = kv_cache.shape[4]
-    assert width == (num_heads + 2 * num_kv_heads) * head_dim, (
-        f"qkv is {width} wide for {num_heads} + 2 * {num_kv_heads} heads of {head_dim}"
-    )
-    assert cos_sin.dtype == torch.float32 and cos_sin.dim() == 2, f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
-    assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim <= MAX_HEAD_DIM, (
-        f"{cos_sin.shape[1]} rotated of {head_dim} dimensions"
-    )
-    assert positions.shape == slot_mapping.shape == (tokens,), (
-        f"{tuple(positions.shape)} positions and {tuple(slot_mapping.shape)} slots for {tokens} tokens"
-    )
-    assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
-    for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
-        assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"

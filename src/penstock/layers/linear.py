@@ -45,7 +45,7 @@ class Linear:
 
 
 class GatheredLinear:
-    """A layer of which every rank of a group holds a share of the output features: [T, in_features] -> [T, size].
+    """A layer whose output features are divided among the ranks of a group: [T, in_features] -> [T, size].
 
     One rank computes each output exactly as a single rank would, so the group's size changes no bit. The result of more
     than one rank is valid as `TensorGroup.gather_columns` says.
@@ -68,7 +68,7 @@ class GatheredLinear:
 
 
 class JoiningLinear(Protocol):
-    """A layer of whose input every rank of a group has its own features: [T, own features] -> [T, size]."""
+    """A layer whose input features are divided among the ranks of a group: [T, own features] -> [T, size]."""
 
     own: Linear
 
@@ -76,7 +76,7 @@ class JoiningLinear(Protocol):
 
 
 class GatheringLinear:
-    """Gathers the input, of which every rank then computes its share of the outputs (`JoiningLinear`)."""
+    """Gathers the input; every rank then computes its share of the outputs (`JoiningLinear`)."""
 
     def __init__(self, gather: Gather, layer: GatheredLinear) -> None:
         self.own = layer.own

@@ -205,7 +205,7 @@ class Weights:
         return self.gathered(self.linear({name: size}, width, bias, is_wide=is_wide), size)
 
     def joining_linear(self, name: str, size: int, widths: Sequence[int], bias: bool = False) -> JoiningLinear:
-        """Returns the projection `name` to `size` features, of whose inputs the ranks have `widths` in their order."""
+        """Returns the projection `name` to `size` features; the ranks have `widths` of its inputs, in their order."""
         index, width = self.group.index, sum(widths)
         if not self.divides_inputs:
             return GatheringLinear(Gather(self.group, widths), self.whole_linear(name, size, width, bias))

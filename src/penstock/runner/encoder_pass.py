@@ -1,4 +1,4 @@
-"""The model's pass of an engine whose model is an encoder: whole prompts, of which no KV is kept.
+"""The model's pass in an engine with an encoder: it computes whole prompts, and keeps no KV of them.
 
 The keys and values of a step's prompts are written to consecutive blocks of a workspace. Every layer overwrites them
 and reads them back in the same call, so that the scheduler allocates no blocks.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.attention.backend import AttentionBackend
+from penstock.attention.backend import AttentionBackend, AttentionMetadata
 from penstock.attention.forward_context import ForwardContext
-from penstock.attention.metadata import AttentionMetadata
 from penstock.config.engine import SchedulerConfig
 from penstock.layers.attention import WORKSPACE
 from penstock.models.encoder import Encoder

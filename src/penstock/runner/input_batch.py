@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionMetadata
 from penstock.kernels.prepare_inputs import TokenInputs
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.runner.batch_shapes import BatchDescriptor

@@ -1,4 +1,4 @@
-"""The KV cache as tensors."""
+"""The KV cache as tensors, and as connectors see it: its layout and the bytes of its blocks (`KVCacheView`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
+from penstock.utils.errors import ConfigError
 from penstock.utils.shared_memory import SharedMemory
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -59,3 +61,65 @@ def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:
     plane, *others = spec.planes
     assert all((p.num_heads, p.head_size) == (plane.num_heads, plane.head_size) for p in others), spec.planes
     return (config.num_blocks, len(spec.planes), plane.num_heads, config.block_size, plane.head_size)
+
+
+# The axes of the tensors that `allocate_kv_cache` makes.
+_AXES = ("block", "kv", "head", "token", "dim")
+
+
+class TensorKVCacheView:
+    """The common part of the views of all devices. A view reads and writes one layer's part of a block, and moves many
+    blocks at once; the rest is derived from these.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.layout = layout_of(cache)
+        groups = range(len(cache.config.groups))
+        self._names = [tuple(layer.name for layer in self.layout.layers_of(group)) for group in groups]
+        # [num_blocks, bytes of a block] per layer, over the same memory.
+        self._rows = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
+        self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
+
+    def region_memory(self) -> list[memoryview]:
+        raise ConfigError("this KV connector moves memory of the host only: run on a CPU, or choose another connector")
+
+    def block_parts(self, group: int, block_id: int) -> list[memoryview]:
+        return [self._row(name, block_id) for name in self._names[group]]
+
+    def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
+        raise NotImplementedError
+
+    def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
+        into[:] = self._row(layer_name, block_id)
+
+    def _row(self, layer_name: str, block_id: int) -> memoryview:
+        """Returns a block's bytes in one layer: the memory itself if the host can access it, else a copy."""
+        raise NotImplementedError
+
+
+def layout_of(cache: KVCache) -> KVLayout:
+    """Describes the tensors; those of one storage are in one region."""
+    places = [(name, n, group.spec) for n, group in enumerate(cache.config.groups) for name in group.layer_names]
+    places += [(layer.name, layer.group, layer.spec) for layer in cache.config.attached]
+    regions: dict[int, MemoryRegion] = {}
+    layers: list[LayerLayout] = []
+    for name, group, spec in places:
+        tensor = cache.tensors[name]
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        path = cache.shared[address].name if address in cache.shared else None
+        region = MemoryRegion(f"kv.{len(regions)}", storage.nbytes(), tensor.device.type, address, path)
+        region = regions.setdefault(region.address, region)
+        layer = LayerLayout(
+            name=name,
+            group=group,
+            region=region.name,
+            offset=tensor.data_ptr() - region.address,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            axes=_AXES,
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            heads=spec.heads,
+        )
+        layers.append(layer)
+    return KVLayout(cache.config.block_size, tuple(regions.values()), tuple(layers))

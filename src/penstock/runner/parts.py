@@ -26,13 +26,12 @@ from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import DeviceMemory
-from penstock.runner.passes import EagerPasses, Passes
+from penstock.runner.passes import EagerPasses, Passes, StepSampler
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import Score
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.pick import Picker
+from penstock.runner.speculation.draft import Picker
 from penstock.runner.speculation.speculator import Speculator
-from penstock.runner.step_sampler import StepSampler
 from penstock.utils.shared_memory import SharedMemory
 
 

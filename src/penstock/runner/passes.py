@@ -8,13 +8,35 @@ import torch
 
 from penstock.attention.forward_context import LayerCaches
 from penstock.kernels.prepare_inputs import store_drafts
+from penstock.messages.requests import RowRequest
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.models.interface import Model, ModelOutput
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.outputs import PendingOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.speculation.speculator import Speculator, StepResult
-from penstock.runner.step_sampler import StepSampler
+
+
+class StepSampler(Protocol):
+    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread.
+
+    Everything launched after `skip` or `sample` finds the step's tokens and exact counts in the rows' tables.
+    """
+
+    runs_ahead: bool
+    """Whether a result may be requested later than its step is launched."""
+
+    def add(self, row: int, request: RowRequest) -> None:
+        """Called when a request gets its row; staged like the rows themselves."""
+        ...
+
+    def skip(self, batch: InputBatch) -> PendingOutput:
+        """Ends a step in which no request samples. Its result, too, is available when the step has been computed."""
+        ...
+
+    def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
+        """Ends a step. `logits` [num_logits, vocab_size] in the model's dtype stay unchanged."""
+        ...
 
 
 class Passes(Protocol):

@@ -22,13 +22,12 @@ from penstock.runner.awaited_results import AwaitedResults
 from penstock.runner.buffers import HostCopy
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import CopiedDrafts, PendingPart, StepOutput
-from penstock.runner.passes import Passes
+from penstock.runner.passes import Passes, StepSampler
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.speculator import Speculator
 from penstock.runner.step_results import ResultsReceiver, ResultsSender
-from penstock.runner.step_sampler import StepSampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,18 +31,13 @@ def rope_and_store_kv(
     k_norm: torch.Tensor | None = None,  # [D]
     eps: float = 1e-6,
 ) -> None:
-    """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
+    """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`.
+
+    The wrapper in `penstock.kernels` has checked the arguments.
+    """
     block_size, head_dim = kv_cache.shape[3:]
     all_heads = num_heads + 2 * num_kv_heads
     tokens = qkv.shape[0]
-    assert qkv.shape[1] == all_heads * head_dim, f"qkv is {qkv.shape[1]} wide for {all_heads} heads of {head_dim}"
-    assert kv_cache.shape[1:3] == (2, num_kv_heads) and kv_cache.dtype == qkv.dtype, (
-        f"{tuple(kv_cache.shape)} {kv_cache.dtype} for {num_kv_heads} heads of {qkv.dtype}"
-    )
-    assert positions.shape == slot_mapping.shape == (tokens,), (
-        f"{tuple(positions.shape)} positions and {tuple(slot_mapping.shape)} slots for {tokens} tokens"
-    )
-    assert qkv.is_contiguous() and kv_cache.is_contiguous() and cos_sin.is_contiguous(), "strides"
     half = cos_sin.shape[1] // 2
     rest = head_dim - 2 * half
     heads_tile = max(_ELEMENTS // triton.next_power_of_2(head_dim), 1)

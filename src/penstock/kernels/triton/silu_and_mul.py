@@ -14,13 +14,10 @@ _BLOCK = 1024  # elements of out per program
 _WARPS = 4
 
 
-def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, 2I], gate then up, -> [T, I], in `out` if given."""
-    assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
-    assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2I], gate then up, -> [T, I]. The wrapper in `penstock.kernels` has checked it."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((rows, width)) if out is None else out
-    assert out.shape == (rows, width) and out.dtype == gate_up.dtype and out.is_contiguous(), f"{out.shape}"
+    out = gate_up.new_empty((rows, width))
     _silu_and_mul[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, _BLOCK, num_warps=_WARPS)
     return out
 

@@ -127,12 +127,6 @@ class Prompt:
     refresh_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    job: TransferJob
-    tier: SecondaryTierManager
-
-
 class OffloadingManager:
     """`tiers` are ordered from the fastest to the slowest; a limit counts chunks in jobs that have not ended."""
 
@@ -154,10 +148,10 @@ class OffloadingManager:
         self._chunks: dict[OffloadKey, _Chunk] = {}
         self._writers: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
-        self._jobs: dict[int, _InFlight] = {}
+        self._jobs: dict[int, tuple[TransferJob, SecondaryTierManager]] = {}
         self._next_job_id = 0
-        self._num_cascading = 0
-        self._num_promoting = 0
+        # Chunks in jobs: True are promotions, False cascades.
+        self._num_in_flight = Counter[bool]()
         self._events = EventLog(MEDIUM_CPU)
         self._counts: Counter[str] = Counter()
 
@@ -190,7 +184,7 @@ class OffloadingManager:
             if self.lookup(key) is not LookupResult.MISS:
                 continue
             tier = next((tier for tier in self._tiers if tier.lookup(key)), None)
-            if tier is None or key in self._chunks or self._num_promoting + len(wanted) >= self._max_promoting:
+            if tier is None or key in self._chunks or self._num_in_flight[True] + len(wanted) >= self._max_promoting:
                 break
             wanted[key] = (place, tier)
         moment = self._policy.refresh([key for key in keys if self.lookup(key) is LookupResult.HIT])
@@ -291,13 +285,15 @@ class OffloadingManager:
         """Processes the jobs that the tiers have finished."""
         for tier in self._tiers:
             for result in tier.get_finished_jobs():
-                in_flight = self._jobs.pop(result.job_id, None)
-                if in_flight is None:
+                if result.job_id not in self._jobs:
                     self._counts["num_unknown_results"] += 1
-                elif in_flight.job.is_promotion:
-                    self._on_promoted(in_flight, result)
+                    continue
+                job, of_tier = self._jobs.pop(result.job_id)
+                self._num_in_flight[job.is_promotion] -= len(job.keys)
+                if job.is_promotion:
+                    self._on_promoted(job, of_tier, result)
                 else:
-                    self._on_cascaded(in_flight.job, result)
+                    self._on_cascaded(job, result)
 
     def wait(self, seconds: float) -> None:
         """Returns when `poll` may have a job to process, at the latest after this many seconds."""
@@ -332,7 +328,7 @@ class OffloadingManager:
     @property
     def stats(self) -> OffloadStats:
         num_stored = self._policy.num_unpinned
-        num_being_written = len(self._writers) + self._num_promoting
+        num_being_written = len(self._writers) + self._num_in_flight[True]
         return OffloadStats(
             num_chunks=self._num_chunks,
             num_free=len(self._free),
@@ -361,7 +357,7 @@ class OffloadingManager:
         for tier in self._tiers:
             if tier.lookup(key):
                 continue
-            if self._num_cascading >= self._max_cascading or not self._submit(tier, (key,), is_promotion=False):
+            if self._num_in_flight[False] >= self._max_cascading or not self._submit(tier, (key,), is_promotion=False):
                 self._counts["num_cascades_dropped"] += 1
             else:
                 self._pin(key, self._chunks[key])
@@ -378,25 +374,18 @@ class OffloadingManager:
         self._next_job_id += 1
         if not (tier.submit_load(job) if is_promotion else tier.submit_store(job)):
             return False
-        self._jobs[job.job_id] = _InFlight(job, tier)
-        self._count_in_flight(job, 1)
+        self._jobs[job.job_id] = job, tier
+        self._num_in_flight[is_promotion] += len(keys)
         return True
 
-    def _count_in_flight(self, job: TransferJob, sign: int) -> None:
-        if job.is_promotion:
-            self._num_promoting += sign * len(job.keys)
-        else:
-            self._num_cascading += sign * len(job.keys)
-
-    def _on_promoted(self, in_flight: _InFlight, result: JobResult) -> None:
-        self._count_in_flight(in_flight.job, -1)
+    def _on_promoted(self, job: TransferJob, tier: SecondaryTierManager, result: JobResult) -> None:
         digests = dict(zip(result.successful_keys, result.digests, strict=True))
-        for key in in_flight.job.keys:
+        for key in job.keys:
             chunk = self._chunks[key]
             if key not in digests:
                 self._counts["num_promotions_failed"] += 1
                 # Even if the tier disagrees, the next lookup must be a miss, or a request would ask forever.
-                in_flight.tier.forget(key)
+                tier.forget(key)
             if chunk.state is ChunkState.PROMOTING and key in digests:
                 self._counts["num_promoted"] += 1
                 self._make_ready(key, chunk, digests[key])
@@ -405,7 +394,6 @@ class OffloadingManager:
             self._unpin(key, chunk)
 
     def _on_cascaded(self, job: TransferJob, result: JobResult) -> None:
-        self._count_in_flight(job, -1)
         self._counts["num_cascaded"] += len(result.successful_keys)
         self._counts["num_cascades_failed"] += len(job.keys) - len(result.successful_keys)
         for key in job.keys:
@@ -455,14 +443,12 @@ class OffloadingManager:
         assert chunk_ids == list(range(self._num_chunks)), chunk_ids
         pins = Counter(self._writers) + self._loads
         num_in_flight = Counter[bool]()
-        for in_flight in self._jobs.values():
-            job = in_flight.job
+        for job, _ in self._jobs.values():
             num_in_flight[job.is_promotion] += len(job.keys)
             pins.update(job.keys)
             places = tuple(self._chunks[key].chunk_id for key in job.keys)
             assert places == job.chunk_ids, f"job {job.job_id} uses {job.chunk_ids}, its keys lie in {places}"
-        assert num_in_flight[True] == self._num_promoting, (num_in_flight, self._num_promoting)
-        assert num_in_flight[False] == self._num_cascading, (num_in_flight, self._num_cascading)
+        assert num_in_flight == self._num_in_flight, (num_in_flight, self._num_in_flight)
         assert pins.keys() <= self._chunks.keys(), pins.keys() - self._chunks.keys()
         for key, chunk in self._chunks.items():
             assert chunk.num_pins == pins[key], f"{key}: {chunk}, {pins[key]} users"

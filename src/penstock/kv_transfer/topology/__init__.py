@@ -1,7 +1,7 @@
 """Which bytes of one engine correspond to which of another: pure functions over declared layouts, for all transfers.
 
 `planner` decides which shard sends what (`sources`) and where its bytes are on both sides (`plan_runs`); `pieces`
-defines the order in which both sides digest them (`piece_runs`, `unit_runs`); `tables` keeps the known engines, by
+defines the order in which both sides digest them (`unit_runs`); `tables` keeps the known engines, by
 (engine id, pipeline rank).
 
 Layers are matched by name, heads by interval, tokens by runs that are contiguous on both sides. Pipeline and tensor

@@ -36,35 +36,6 @@ def check_order(local: KVLayout, sender: KVLayout, slices: Sequence[LayerSlice])
         _check_axes(place.layer(each.name), digest_order(sender))
 
 
-def piece_runs(
-    layout: KVLayout,
-    order: tuple[str, ...],
-    slices: Sequence[LayerSlice],
-    table: BlockIdList,
-    group: int,
-    first: int,
-    end: int,
-) -> np.ndarray:  # [n, 2] int64: offset, bytes
-    """Returns the location of the slices' tokens [first, end) in one group, in an order that only `order` determines.
-
-    `order` is the order of the sender's axes, so that its bytes are contiguous as long as the range is in one block.
-    Read in this order, shards that have the same KV have the same bytes. Tokens in a NULL_BLOCK are omitted.
-    """
-    place = Placement(layout)
-    assert 0 <= first <= end, (first, end)
-    tokens = np.arange(first, end, dtype=np.int64)
-    block_ids = blocks_of(table, place.block_size, tokens)
-    is_there = block_ids != NULL_BLOCK
-    tokens, block_ids = tokens[is_there], block_ids[is_there]
-    ordered: dict[SliceShape, np.ndarray] = {}
-    parts = [np.empty((0, 2), np.int64)]
-    for shape, start in _slices_of(place, order, slices, group):
-        if shape not in ordered:
-            ordered[shape] = _ordered(shape, order, shape.token_offsets(block_ids, tokens))
-        parts.append(ordered[shape] + np.array([start, 0], np.int64))
-    return merge(np.concatenate(parts))
-
-
 def unit_runs(
     layout: KVLayout,
     order: tuple[str, ...],
@@ -73,10 +44,11 @@ def unit_runs(
     group: int,
     edges: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # [n, 2] int64, [num_units + 1] int64
-    """Returns the pieces of many units at once: `runs` and `bounds`.
+    """Returns the locations of the slices' units in one group: `runs` (offset, bytes) and `bounds`.
 
     Unit i is the tokens [edges[i], edges[i + 1]), which are in one block: `digest_edges` of the `digest_unit`. Its
-    pieces are runs[bounds[i]:bounds[i + 1]], in the order of `piece_runs`. A unit in a NULL_BLOCK has none.
+    pieces are runs[bounds[i]:bounds[i + 1]], none in a NULL_BLOCK. `order`, which is that of the sender's axes, alone
+    determines their order: read in it, shards that have the same KV have the same bytes.
     """
     place = Placement(layout)
     starts, lengths = edges[:-1], np.diff(edges)

@@ -11,10 +11,10 @@ import torch
 from penstock.runner.buffers import to_device
 from penstock.runner.cpu.sampler import Distributions, draw
 from penstock.runner.sampling.batch import SamplingBatch
-from penstock.runner.sampling.bitmask import allows
 from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.pick import BestPicker, Pick
+from penstock.runner.sampling.token_rules import allows
+from penstock.runner.speculation.draft import BestPicker, Pick
 from penstock.runner.speculation.speculator import StepResult
 from penstock.runner.speculation.verifier import SampledStep
 

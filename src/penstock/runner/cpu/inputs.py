@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionMetadata
 from penstock.config.engine import SchedulerConfig
 from penstock.kernels.prepare_inputs import TokenInputs, expand_tokens, slot_mapping
 from penstock.messages.scheduler_output import SchedulerOutput

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kv_transfer.view import read_now, write_now
-from penstock.runner.kv_cache import KVCache
-from penstock.runner.kv_cache_view import TensorKVCacheView
+from penstock.runner.kv_cache import KVCache, TensorKVCacheView
 
 
 class HostKVCacheView(TensorKVCacheView):

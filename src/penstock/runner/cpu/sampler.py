@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from penstock.runner.sampling.batch import SamplingBatch
-from penstock.runner.sampling.bitmask import apply_bitmask
 from penstock.runner.sampling.feature import Feature
 from penstock.runner.sampling.features import CHANGED_LOGITS, DISTRIBUTION, DRAWN, LOGITS, bits
 from penstock.runner.sampling.noise import Purpose
+from penstock.runner.sampling.token_rules import apply_bitmask
 
 _LOGITS, _DISTRIBUTION = ([(feature, bits(feature)) for feature in group] for group in (LOGITS, DISTRIBUTION))
 

@@ -37,7 +37,7 @@ from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.features import WITH_LOGPROBS
 from penstock.runner.sampling.logprobs import token_logprobs
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.pick import BestPicker, Picker, allocate_draft_logits
+from penstock.runner.speculation.draft import BestPicker, Picker, allocate_draft_logits
 from penstock.runner.speculation.verifier import Verifier
 
 

@@ -25,8 +25,7 @@ from penstock.runner.gpu.sampling.sampler import CommonSampling, GpuStepSampler
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.memory import DeviceMemory, memory_for
 from penstock.runner.outputs import PendingOutput
-from penstock.runner.passes import EagerPasses, Passes
-from penstock.runner.step_sampler import StepSampler
+from penstock.runner.passes import EagerPasses, Passes, StepSampler
 from penstock.utils import logging
 
 logger = logging.get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from penstock.attention.metadata import AttentionMetadata
+from penstock.attention.backend import AttentionMetadata
 from penstock.config.engine import SchedulerConfig
 from penstock.kernels.prepare_inputs import TokenInputs
 from penstock.kernels.triton.prepare_inputs import SamplingInputs, StepInputs, prepare_inputs, prepare_sampling

@@ -10,7 +10,7 @@ import torch
 from penstock.kernels.staging import CudaCopyQueue, NoQueue
 from penstock.kv_transfer.view import Parts, Place, Take, Transfer
 from penstock.runner.gpu.block_transfers import BlockTransfers
-from penstock.runner.kv_cache_view import TensorKVCacheView
+from penstock.runner.kv_cache import TensorKVCacheView
 
 
 class GpuKVCacheView(TensorKVCacheView):

@@ -24,7 +24,7 @@ from penstock.runner.gpu.inputs import GpuInputBuilder
 from penstock.runner.gpu.kv_cache_view import GpuKVCacheView
 from penstock.runner.gpu.memory import CudaMemory
 from penstock.runner.gpu.ngram import GpuNgramSpeculator
-from penstock.runner.gpu.sampling.logprobs import score
+from penstock.runner.gpu.sampling.outputs import score
 from penstock.runner.gpu.sampling.sampler import make_gpu_sampling
 from penstock.runner.memory import HostMemory
 from penstock.runner.parts import DeviceParts

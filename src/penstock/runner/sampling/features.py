@@ -15,7 +15,7 @@ from penstock.runner.sampling.token_rules import ALLOWED_TOKEN_IDS, BAD_WORDS, L
 from penstock.runner.sampling.truncation import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 # These change the logits of greedy and random rows alike. Hard constraints come last, so that no later feature can
-# allow a forbidden token again; after all of them comes the step's grammar (`bitmask`).
+# allow a forbidden token again; after all of them comes the step's grammar (`apply_bitmask`).
 LOGITS = (LOGIT_BIAS, PENALTIES, ALLOWED_TOKEN_IDS, BAD_WORDS, MIN_TOKENS)
 # These form the distribution that a random row draws from.
 TRUNCATIONS = (MIN_P, TOP_K, TOP_P)

@@ -1,18 +1,67 @@
 """Speculators with their own model and KV: a smaller model, or a head on the target's hidden states.
 
 Both process every step's tokens after the target, so that their KV is complete, and then continue one token at a time.
-Slots of rejected drafts are never read: the next pass over these positions overwrites them first.
+Slots of rejected drafts are never read: the next pass over these positions overwrites them first. A `Picker` picks
+drafts from their logits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from penstock.attention.forward_context import LayerCaches
 from penstock.models.interface import DraftHead, Model
 from penstock.runner.input_batch import InputBuilder
-from penstock.runner.speculation.pick import Picker
+from penstock.runner.loaded_model import LoadedModel
+from penstock.runner.memory import DeviceMemory
 from penstock.runner.speculation.speculator import StepResult
+from penstock.utils.errors import ConfigError
+
+Pick = Callable[[torch.Tensor, int], torch.Tensor]
+"""(logits [num_sampling, vocab_size], place of the draft after the last known token) -> [num_sampling] int64."""
+
+
+class Picker(Protocol):
+    """Picks drafts from a drafter's logits, one after the other once `of_step` has been called in a step.
+
+    Lifecycle: built with the runner. Threading: the runner's thread.
+    """
+
+    is_capturable: bool
+    """See `Speculator.is_capturable`."""
+
+    def of_step(self, step: StepResult) -> Pick:
+        """Returns the function that picks the drafts of the step's sampling requests."""
+        ...
+
+
+class BestPicker:
+    """Picks the likeliest token."""
+
+    is_capturable = True
+
+    def of_step(self, step: StepResult) -> Pick:
+        return lambda logits, place: logits.argmax(-1)
+
+
+def allocate_draft_logits(
+    loaded: LoadedModel, max_num_reqs: int, max_num_drafts: int, memory: DeviceMemory
+) -> torch.Tensor:
+    """Allocates [max_num_reqs, max_num_drafts, vocab_size] in the model's dtype. ConfigError if it does not fit."""
+    device, dtype, vocab_size = loaded.device, loaded.model.logits_dtype, loaded.config.vocab_size
+    needed = max_num_reqs * max_num_drafts * vocab_size * dtype.itemsize
+    available = memory.available()
+    if needed > available:
+        raise ConfigError(
+            f"draft_sample_method=probabilistic keeps {vocab_size} logits for each of {max_num_drafts} drafts of "
+            f"max_num_seqs={max_num_reqs} requests, which take {needed / 2**30:.1f} GiB, and {device} has "
+            f"{available / 2**30:.1f} GiB free: lower max_num_seqs or num_speculative_tokens, or sample the drafts "
+            "greedily"
+        )
+    return torch.empty((max_num_reqs, max_num_drafts, vocab_size), dtype=dtype, device=device)
 
 
 class DraftModelSpeculator:

@@ -11,8 +11,7 @@ from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.loaded_model import DRAFT_PREFIX, LoadedModel
 from penstock.runner.parts import DeviceParts
-from penstock.runner.speculation.draft import DraftModelSpeculator, HeadSpeculator
-from penstock.runner.speculation.pick import Picker
+from penstock.runner.speculation.draft import DraftModelSpeculator, HeadSpeculator, Picker
 from penstock.runner.speculation.speculator import NullSpeculator, Speculator
 
 

@@ -182,7 +182,7 @@ def _decode_fused(
         )  # fmt: skip
     source = qkv_ptr + ((start + query).to(tl.int64) * ((group + 2) * num_kv_heads) + head) * head_dim
     q = _normed_and_rotated(source, is_row, cos, sin, q_norm_ptr, eps, head_dim, rotary_dim, has_norm)
-    # A tensor core wants 16 rows; those that are not there are copies of those that are.
+    # A tensor core needs 16 rows; missing ones are copies of those that exist.
     q = tl.reshape(
         tl.broadcast_to(q[None, :, :], [tile_rows // merge_rows, merge_rows, dim_tile]), [tile_rows, dim_tile]
     )

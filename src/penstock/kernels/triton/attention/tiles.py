@@ -15,11 +15,11 @@ core instruction computes an element from its row, its column and its previous v
 of its tile, and the instructions of an element are executed in the order of the summed dimension. And `sum weights`:
 first over the registers of a thread, then over the threads and warps that share a row. Both are given by the shape of
 the tile, the number of warps and the dtype, which give the layout of the accumulator, and are the same for every row of
-it. A tile without a key that a row sees does not change the row: its weights are exact zeros, and kept is exp2(0) = 1;
-nor does a mask that hides nothing. So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on
-where its states are merged; not on its position in the tile, the other rows, the batch, the chunk, or the location of
-blocks. For fast plans this holds within a plan. A deterministic plan has 16 rows, one `keys`, one number of warps and
-one `split` in prefill and decode, and so one result for a row, whichever kernel computes it.
+it. A tile in which a row sees no position leaves the row unchanged, because its weights are exact zeros and kept is
+exp2(0) = 1; so does a mask that hides no position. The bits of a row therefore depend on what it sees, on tile rows and
+keys, on warps, and on where its states are merged; not on its position in the tile, the other rows, the batch, the
+chunk, or the location of blocks. For fast plans this holds within a plan. A deterministic plan has 16 rows, one `keys`,
+one number of warps and one `split` in prefill and decode, and so one result for a row, whichever kernel computes it.
 tests/kernels/test_triton_attention_gpu.py checks this on a GPU.
 
 Masked keys and values are not loaded but replaced by zeros: values that no row sees may be NaN.

@@ -1,4 +1,4 @@
-"""A small decode step's launches: up to 64 tokens, five kernels a layer of which one is attention.
+"""A small decode step's launches: up to 64 tokens, five kernels per layer, one of them attention.
 
     prepare -> [ linear -> attention -> linear_residual -> linear_silu -> linear_residual ] x layers -> (norm)
             -> linear

@@ -1,7 +1,7 @@
 """A request's changes of logits before sampling: biases, penalties, and forbidden tokens. Defined in
-`penstock.runner.sampling`: `logit_bias`, `penalties` and `bitmask`, in the order of `LOGITS_FEATURES`. One launch
-writes float32 logits with all changes; a row without changes is only copied. If a row has penalties, a launch before it
-counts the row's tokens, so that no counts are kept between steps.
+`token_rules` and `penalties` of `penstock.runner.sampling`, in the order of `features.LOGITS`. One launch writes
+float32 logits with all changes; a row without changes is only copied. If a row has penalties, a launch before it counts
+the row's tokens, so that no counts are kept between steps.
 
     counts    [n, vocab_size] int32: bit 0 says whether the prompt has the token, the others count it in the output.
               Added by integer atomics, in any order; the program that reads a count resets it to 0.

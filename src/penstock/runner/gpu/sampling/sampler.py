@@ -27,10 +27,15 @@ from penstock.messages.requests import RowRequest
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.gpu.buffers import Fence, FetchRing
 from penstock.runner.gpu.sampling.adjuster import Bitmasks, BitmaskUploader, LogitsAdjuster
+from penstock.runner.gpu.sampling.drafts import (
+    DrawingPicker,
+    ExactVerifier,
+    GpuSampledStep,
+    RejectionVerifier,
+    SyntheticVerifier,
+)
 from penstock.runner.gpu.sampling.outputs import CopiedOutput, EmptyOutput, Packed
-from penstock.runner.gpu.sampling.picker import DrawingPicker
 from penstock.runner.gpu.sampling.rows import SamplingRows
-from penstock.runner.gpu.sampling.verifiers import ExactVerifier, GpuSampledStep, RejectionVerifier, SyntheticVerifier
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.outputs import PendingOutput
@@ -39,7 +44,7 @@ from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.features import CHANGED_LOGITS, TRUNCATED, WITH_LOGPROBS, WITH_TOP_LOGPROBS
 from penstock.runner.sampling.noise import Purpose
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.pick import BestPicker, Picker, allocate_draft_logits
+from penstock.runner.speculation.draft import BestPicker, Picker, allocate_draft_logits
 from penstock.runner.speculation.verifier import Verifier
 
 

@@ -1,4 +1,7 @@
-"""Verifiers by Triton (`penstock.runner.speculation.verifier` defines them)."""
+"""Drafts drawn and verified by Triton (`penstock.runner.speculation.verifier` defines the verifiers).
+
+No launch depends on the CPU's knowledge of the step.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.triton.sampling.rejection import KeptDrafts, Residuals, accept_or_resample
+from penstock.kernels.triton.sampling.draw import sample
+from penstock.kernels.triton.sampling.rejection import KeptDrafts, Residuals, accept_or_resample, keep_drafts
 from penstock.kernels.triton.sampling.tiles import SamplingTables, Workspace
 from penstock.kernels.triton.sampling.verify import toss, verify
 from penstock.runner.gpu.sampling.adjuster import Bitmasks
 from penstock.runner.sampling.noise import Purpose
+from penstock.runner.speculation.draft import Pick
+from penstock.runner.speculation.speculator import StepResult
 from penstock.runner.speculation.verifier import SampledStep
 
 
@@ -89,3 +95,30 @@ class SyntheticVerifier:
             step.num_accepted,
             step.num_real_drafts,
         )
+
+
+class DrawingPicker:
+    """`SamplingPicker`: the table of temperatures says whether a row is greedy.
+
+    `workspace` may be the step sampler's, which no longer uses it when drafts are picked.
+    """
+
+    is_capturable = True
+
+    def __init__(self, tables: SamplingTables, workspace: Workspace, kept: KeptDrafts) -> None:
+        self._tables = tables
+        self._workspace = workspace
+        self._kept = kept
+
+    def of_step(self, step: StepResult) -> Pick:
+        tables, workspace, rows = self._tables, self._workspace, step.rows
+
+        def pick(logits: torch.Tensor, place: int) -> torch.Tensor:
+            drafts = torch.empty_like(rows)
+            verdicts = torch.empty_like(rows, dtype=torch.int8)
+            positions = step.num_computed_exact + (1 + place)
+            sample(logits, rows, positions, tables, workspace, int(Purpose.DRAFT), False, drafts, verdicts)
+            keep_drafts(logits, rows, place, tables.temperature, workspace, self._kept)
+            return drafts
+
+        return pick
