@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
-from typing import Self
+from typing import Self, cast
 
 import pytest
 
 from penstock.cli.commands import make_parser
 from penstock.router.bodies import is_divisible, only_prompt
 from penstock.router.dispatcher import Decision, Dispatcher, Limits, Plan, Policy, Refusal, Routed
-from penstock.router.exchange import Call, Take
 from penstock.router.health import HealthChecks, HealthConfig, Reply, signal_of, tokens_counted
+from penstock.router.http_client import Call, HttpUpstream, Take
 from penstock.router.instances import Instance, Role, Signal, State, make_instance, parse_instance
 from penstock.router.pool import Pool
 from penstock.utils.clock import ManualClock
@@ -218,7 +218,7 @@ class HealthyInstance:
 
 def test_an_instance_that_reports_good_health_and_computes_nothing_has_stalled() -> None:
     router, clock, instance = dispatcher(serve=1), ManualClock(), HealthyInstance()
-    checks = HealthChecks(router.pool, instance, HealthConfig(stall_after=60), clock)
+    checks = HealthChecks(router.pool, cast("HttpUpstream", instance), HealthConfig(stall_after=60), clock)
     member = router.pool.get("s0")
     assert member is not None
 

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from penstock.router import http_client, http_server
-from penstock.router.exchange import AnswerLostError, Call, fetch
-from penstock.router.http_client import HttpUpstream
+from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, fetch
 from penstock.router.http_server import Request, Response, serving
 from penstock.utils.errors import PeerError
 from tests.unit.router_stubs import SECONDS, run, until

@@ -39,6 +39,22 @@ _KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_u
 Headers = tuple[tuple[str, str], ...]
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for a
+    completion, None for others.
+    """
+
+    method: str
+    path: str
+    target: str
+    headers: Headers
+    body: bytes
+    completion: dict[str, Any] | None = None
+
+    def is_divisible(self) -> bool:
+        return self.completion is not None and is_divisible(self.completion)
+
+
 def header_of(headers: Iterable[tuple[str, str]], name: str) -> str | None:
     """Returns the first value. `name` is in lower case."""
     for each, value in headers:

@@ -1,7 +1,7 @@
-"""One request from its arrival to its end: executes the plans of a `Dispatcher` with an `Upstream` and a `Client`.
+"""One request from its arrival to its end: executes the plans of the `Dispatcher`.
 
-Both are protocols, implemented with sockets in `http_client.py` and `http_server.py`. An instance's failure is a
-`PeerError`; any other error comes from the client's side and ends the request, with all its calls.
+An instance's failure is a `PeerError`; any other error comes from the client's side and ends the request, with all
+its calls. Every request ends in exactly one of `refused`, `answered`, `cut` and `left` of the observer.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import functools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import msgspec
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Decision, Dispatcher, Phase, Plan, Refusal, Routed
+from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, InstanceConnection, fetch
+from penstock.router.http_server import Response
 from penstock.router.instances import Instance
+from penstock.router.observer import RouterObserver
+from penstock.router.prompts import EstimatedPrompts, TokenizedPrompts
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
@@ -32,140 +36,6 @@ _ELSEWHERE = (502, 503, 504)
 # The usage of a streamed answer is in its last events.
 _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for a
-    completion, None for others.
-    """
-
-    method: str
-    path: str
-    target: str
-    headers: bodies.Headers
-    body: bytes
-    completion: dict[str, Any] | None = None
-
-    def is_divisible(self) -> bool:
-        return self.completion is not None and bodies.is_divisible(self.completion)
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A request to an instance."""
-
-    method: str
-    url: str
-    headers: bodies.Headers = ()
-    body: bytes = b""
-
-
-class AnswerLostError(PeerError):
-    """The request was sent, in all `num_sent` times, but the instance may have died of it: its connection has ended
-    before the answer, or it reports that its engine is dead.
-    """
-
-    def __init__(self, message: str, num_sent: int = 1) -> None:
-        super().__init__(message)
-        self.num_sent = num_sent
-
-
-Take = Callable[[bytes, bool], bool]
-"""Takes the next part of an answer's body and whether it is the last one. Returns whether it can take another part."""
-
-
-class Answer(Protocol):
-    """A context manager: leaving it ends the request."""
-
-    status: int
-    headers: bodies.Headers
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    async def pass_to(self, take: Take) -> bool:
-        """Passes the body on as it arrives, until its end or until `take` returns False. Returns whether the body has
-        ended. Raises AnswerLostError if it ends too early, and the errors of `take`, which are OSErrors.
-        """
-        ...
-
-
-class Upstream(Protocol):
-    async def ask(self, call: Call) -> Answer:
-        """Returns the answer when its headers have arrived. Raises PeerError, or AnswerLostError after sending."""
-        ...
-
-
-async def fetch(upstream: Upstream, call: Call, timeout: float) -> tuple[int, bodies.Headers, bytes]:
-    """Returns a whole answer: status, headers and body. Raises PeerError, also after `timeout` seconds."""
-    parts: list[bytes] = []
-
-    def take(part: bytes, _: bool) -> bool:
-        parts.append(part)
-        return True
-
-    try:
-        async with asyncio.timeout(timeout):
-            with await upstream.ask(call) as answer:
-                await answer.pass_to(take)
-                return answer.status, answer.headers, b"".join(parts)
-    except TimeoutError:
-        raise PeerError("it has not answered in time") from None
-
-
-class Prompts(Protocol):
-    async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
-        """Returns the prompt's length in tokens, and how many of them instances have cached, by URL.
-
-        Raises AnswerLostError if an instance may have died of the question.
-        """
-        ...
-
-
-class Client(Protocol):
-    def begin(self, status: int, headers: bodies.Headers) -> None: ...
-
-    def write(self, part: bytes, is_last: bool) -> bool:
-        """Sends the next part of the answer's body (`Take`)."""
-        ...
-
-    async def drained(self) -> None:
-        """Returns when the client can take another part."""
-        ...
-
-    async def whole(self, status: int, headers: bodies.Headers, body: bytes) -> None:
-        """Sends a complete answer."""
-        ...
-
-    def cut(self) -> None:
-        """Closes the connection within an answer, which tells the client that it is incomplete."""
-        ...
-
-
-class Observer(Protocol):
-    """Metrics. Every request ends in exactly one of `refused`, `answered`, `cut` and `left`."""
-
-    def arrived(self, asked: Asked) -> None: ...
-
-    def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
-        """Called when no instance could answer; `was_tried`: at least one request was sent."""
-        ...
-
-    def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
-        """`tail` is the end of the answer's body, including its usage if it has one."""
-        ...
-
-    def cut(self, asked: Asked) -> None: ...
-
-    def left(self, asked: Asked) -> None:
-        """Called when the client has disconnected before its answer was complete."""
-        ...
-
-    def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None: ...
-
-    def failed(self, instance: Instance) -> None:
-        """Called when an instance has failed on a request, before the answer's first byte or later."""
-        ...
 
 
 class ClientsError(Exception):
@@ -212,7 +82,7 @@ class _Attempt(msgspec.Struct, frozen=True):
 
     request: Routed
     plan: Plan
-    asked: Asked
+    asked: bodies.Asked
     since: float
     tail: _Tail
 
@@ -223,9 +93,9 @@ class Exchanges:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        upstream: Upstream,
-        prompts: Prompts,
-        observer: Observer,
+        upstream: HttpUpstream,
+        prompts: EstimatedPrompts | TokenizedPrompts,
+        observer: RouterObserver,
         clock: Clock,
         timeouts: Timeouts,
     ) -> None:
@@ -238,7 +108,7 @@ class Exchanges:
         self._waiting: dict[Routed, asyncio.Future[Plan | Refusal]] = {}
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
 
-    async def answer(self, asked: Asked, client: Client) -> None:
+    async def answer(self, asked: bodies.Asked, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
         request = Routed(asked.is_divisible)
         is_over, since, tail = False, self._clock.now(), _Tail()
@@ -302,7 +172,7 @@ class Exchanges:
 
     # ---- The two halves of a request ----
 
-    async def _answer(self, attempt: _Attempt, client: Client) -> None:
+    async def _answer(self, attempt: _Attempt, client: Response) -> None:
         """Raises _InstanceFailedError if nothing has been written."""
         prefill, asked = attempt.plan.prefill, attempt.asked
         try:
@@ -320,7 +190,9 @@ class Exchanges:
             assert prefill is not None, "only a prefill instance's answer is an error"
             self._observer.answered(asked, prefill, error.status, self._clock.now() - attempt.since, b"")
 
-    async def _answer_beside(self, attempt: _Attempt, prefill: Instance, body: dict[str, Any], client: Client) -> None:
+    async def _answer_beside(
+        self, attempt: _Attempt, prefill: Instance, body: dict[str, Any], client: Response
+    ) -> None:
         """Runs both halves at once; a failure of the prefill instance counts only before the answer has begun."""
         transfer_id = f"xfer-{uuid.uuid4().hex}"
         engine_id = await self._engine_id(prefill)
@@ -360,7 +232,7 @@ class Exchanges:
         return status, bodies.answer_headers(headers), content
 
     async def _stream(
-        self, attempt: _Attempt, data: bytes, client: Client, prefilling: asyncio.Task[Any] | None
+        self, attempt: _Attempt, data: bytes, client: Response, prefilling: asyncio.Task[Any] | None
     ) -> None:
         """Forwards the target's answer, byte for byte, from its first byte on; before that raises as `_answer`."""
         asked, target = attempt.asked, attempt.plan.target
@@ -383,7 +255,7 @@ class Exchanges:
             return
         self._observer.answered(asked, target, answer.status, self._clock.now() - attempt.since, attempt.tail.data)
 
-    async def _pass_on(self, attempt: _Attempt, answer: Answer, client: Client) -> None:
+    async def _pass_on(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> None:
         if answer.status in _ELSEWHERE:
             raise _elsewhere(answer.status, answer.headers)
 
@@ -423,7 +295,7 @@ class Exchanges:
             scopes.discard(scope)
 
 
-async def _refuse(client: Client, refusal: Refusal) -> None:
+async def _refuse(client: Response, refusal: Refusal) -> None:
     headers = (("Content-Type", "application/json"), ("Retry-After", str(refusal.retry_after)))
     await client.whole(503, headers, bodies.error_body(503, refusal.message))
 

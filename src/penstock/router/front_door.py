@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from penstock.router import bodies
 from penstock.router.dispatcher import RETRY_AFTER_SECONDS, Dispatcher
-from penstock.router.exchange import Asked, Exchanges
+from penstock.router.exchange import Exchanges
 from penstock.router.http_server import Request, Response
 from penstock.router.instances import Role
 from penstock.router.observer import RouterObserver
@@ -60,7 +60,7 @@ class FrontDoor:
         headers = bodies.forwarded_headers(request.headers)
         completions = bodies.completion_path(request.method, path)
         if completions is None:
-            asked = Asked(request.method, path, request.target, headers, request.body)
+            asked = bodies.Asked(request.method, path, request.target, headers, request.body)
         else:
             try:
                 body = bodies.read_completion(headers, request.body)
@@ -68,7 +68,7 @@ class FrontDoor:
                 return await refuse(response, 400, str(error))
             target = completions + question + query
             headers = bodies.headers_for_json(headers)
-            asked = Asked(request.method, completions, target, headers, bodies.encode(body), body)
+            asked = bodies.Asked(request.method, completions, target, headers, bodies.encode(body), body)
         return await self._exchanges.answer(asked, response)
 
     async def _health(self, _: Request, response: Response) -> None:

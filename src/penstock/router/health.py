@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.router.exchange import Call, Upstream, fetch
+from penstock.router.http_client import Call, HttpUpstream, fetch
 from penstock.router.instances import Signal
 from penstock.router.pool import Pool
 from penstock.utils.clock import Clock
@@ -95,7 +95,7 @@ class HealthChecks:
     of an instance that has died.
     """
 
-    def __init__(self, pool: Pool, upstream: Upstream, config: HealthConfig, clock: Clock) -> None:
+    def __init__(self, pool: Pool, upstream: HttpUpstream, config: HealthConfig, clock: Clock) -> None:
         config.check()
         self._pool = pool
         self._upstream = upstream

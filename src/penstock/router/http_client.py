@@ -1,4 +1,4 @@
-"""The HTTP requests of the router: `Upstream` with persistent connections. httptools parses the answers.
+"""The HTTP requests of the router to its instances, over persistent connections. httptools parses the answers.
 
 The instance may close a connection that has been idle for long just when it is reused. A request whose connection is
 closed then, before the first byte of its answer, is sent once more, over a new connection; if that fails too, the
@@ -17,9 +17,9 @@ from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from penstock.router.bodies import Headers, decoded, encoded
-from penstock.router.exchange import AnswerLostError, Call, Take
 from penstock.utils.errors import PeerError
 
 _CONNECT_SECONDS = 5.0
@@ -31,6 +31,29 @@ _MAX_HEAD_BYTES = 64 << 10
 # The limit for an answer that the client does not read; then the instance has to wait.
 _MAX_BUFFERED_BYTES = 256 << 10
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A request to an instance."""
+
+    method: str
+    url: str
+    headers: Headers = ()
+    body: bytes = b""
+
+
+class AnswerLostError(PeerError):
+    """The request was sent, in all `num_sent` times, but the instance may have died of it: its connection has ended
+    before the answer, or it reports that its engine is dead.
+    """
+
+    def __init__(self, message: str, num_sent: int = 1) -> None:
+        super().__init__(message)
+        self.num_sent = num_sent
+
+
+Take = Callable[[bytes, bool], bool]
+"""Takes the next part of an answer's body and whether it is the last one. Returns whether it can take another part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +75,7 @@ class HttpUpstream:
 
     async def __aenter__(self) -> Self:
         # By scheme, host and port.
-        self._free: dict[str, list[_Connection]] = {}
+        self._free: dict[str, list[InstanceConnection]] = {}
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
         return self
@@ -66,7 +89,7 @@ class HttpUpstream:
             for each in connections:
                 each.abort()
 
-    async def ask(self, call: Call) -> _Connection:
+    async def ask(self, call: Call) -> InstanceConnection:
         """Returns a connection with the answer's head. Raises PeerError, or AnswerLostError after sending."""
         # The scheme is followed by the host, and then by the path, if there is one.
         slash = call.url.find("/", call.url.index("://") + 3)
@@ -89,7 +112,7 @@ class HttpUpstream:
             raise AnswerLostError(str(error), num_sent) if num_sent else error from None
         return await connection.ask(call.method, data, num_sent + 1)
 
-    def _take(self, base: str) -> _Connection | None:
+    def _take(self, base: str) -> InstanceConnection | None:
         """Returns the connection used last."""
         free = self._free.get(base)
         while free:
@@ -98,7 +121,7 @@ class HttpUpstream:
                 return connection
         return None
 
-    def _put_back(self, base: str, connection: _Connection) -> None:
+    def _put_back(self, base: str, connection: InstanceConnection) -> None:
         if not connection.is_free:
             connection.abort()
             return
@@ -118,10 +141,27 @@ class HttpUpstream:
         self._sweep = self._loop.call_later(_IDLE_SECONDS / 2, self._close_idle) if self._free else None
 
 
-class _Connection(asyncio.Protocol):
-    """Handles one request at a time, and is its answer (`exchange.Answer`)."""
+async def fetch(upstream: HttpUpstream, call: Call, timeout: float) -> tuple[int, Headers, bytes]:
+    """Returns a whole answer: status, headers and body. Raises PeerError, also after `timeout` seconds."""
+    parts: list[bytes] = []
 
-    def __init__(self, put_back: Callable[[_Connection], None]) -> None:
+    def take(part: bytes, _: bool) -> bool:
+        parts.append(part)
+        return True
+
+    try:
+        async with asyncio.timeout(timeout):
+            with await upstream.ask(call) as answer:
+                await answer.pass_to(take)
+                return answer.status, answer.headers, b"".join(parts)
+    except TimeoutError:
+        raise PeerError("it has not answered in time") from None
+
+
+class InstanceConnection(asyncio.Protocol):
+    """Handles one request at a time, and is its answer: a context manager that ends the request when it is left."""
+
+    def __init__(self, put_back: Callable[[InstanceConnection], None]) -> None:
         self._put_back = put_back
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
@@ -171,6 +211,9 @@ class _Connection(asyncio.Protocol):
         return self
 
     async def pass_to(self, take: Take) -> bool:
+        """Passes the body on as it arrives, until its end or until `take` returns False. Returns whether the body has
+        ended. Raises AnswerLostError if it ends too early, and the errors of `take`, which are OSErrors.
+        """
         self._take = take
         try:
             while True:
@@ -299,14 +342,14 @@ class _Connection(asyncio.Protocol):
         self._is_complete = self.status != 0
 
 
-async def _connect(origin: _Origin, put_back: Callable[[_Connection], None]) -> _Connection:
+async def _connect(origin: _Origin, put_back: Callable[[InstanceConnection], None]) -> InstanceConnection:
     """Opens a connection. Raises PeerError."""
     loop = asyncio.get_running_loop()
     secure = _secure() if origin.is_secure else None
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
             made = await loop.create_connection(
-                functools.partial(_Connection, put_back), origin.host, origin.port, ssl=secure
+                functools.partial(InstanceConnection, put_back), origin.host, origin.port, ssl=secure
             )
             return made[1]
     except TimeoutError:

@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Response:
-    """The answer to one request (`exchange.Client`)."""
+    """The answer to one request."""
 
     def __init__(self, connection: Connection, request: Request) -> None:
         self._connection = connection
@@ -111,6 +111,7 @@ class Response:
         await self.drained()
 
     def cut(self) -> None:
+        """Closes the connection within an answer, which tells the client that it is incomplete."""
         if self._is_chunked:
             self._connection.close()
         else:

@@ -1,27 +1,27 @@
-"""Counts the outcomes of requests (`exchange.Observer`), for metrics and the status page."""
+"""Counts the outcomes of requests, for metrics and the status page."""
 
 from __future__ import annotations
 
 from penstock.metrics.router import InstanceView, RouterMetrics, route_of
+from penstock.router.bodies import Asked
 from penstock.router.dispatcher import Dispatcher, Plan
-from penstock.router.exchange import Asked
 from penstock.router.health import HealthChecks
 from penstock.router.instances import Instance, Role, State
-from penstock.router.prompts import Views
+from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.usage import usage_of
 
 _REFUSED = 503
 
 
 class RouterObserver:
-    def __init__(self, dispatcher: Dispatcher, checks: HealthChecks, views: Views) -> None:
+    def __init__(self, dispatcher: Dispatcher, checks: HealthChecks, views: KVSubscriptions) -> None:
         self._dispatcher = dispatcher
         self._checks = checks
         self._views = views
         self._metrics = RouterMetrics()
         self._hits: dict[str, tuple[int, int]] = {}
 
-    # ---- exchange.Observer ----
+    # ---- Calls from `Exchanges` ----
 
     def arrived(self, asked: Asked) -> None:
         self._metrics.count("vllm_router_requests", 1, route_of(asked.path))
@@ -43,18 +43,21 @@ class RouterObserver:
             count("penstock_router_expected_cached_tokens", plan.num_cached, (plan.prefill or plan.target).url)
 
     def failed(self, instance: Instance) -> None:
+        """Called when an instance has failed on a request, before the answer's first byte or later."""
         if instance.role is not Role.SERVE:
             half = "prefill" if instance.role is Role.PREFILL else "decode"
             self._metrics.count(f"vllm_router_pd_{half}_errors", 1, instance.url)
         self._checks.check_soon(instance.url)
 
     def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
+        """Called when no instance could answer; `was_tried`: at least one request was sent."""
         if was_tried:
             self._metrics.count("vllm_router_retries_exhausted", 1, route_of(asked.path))
         self._metrics.on_answer(asked.path, _REFUSED, seconds)
         self._metrics.on_error(asked.path, "no_instance")
 
     def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
+        """`tail` is the end of the answer's body, including its usage if it has one."""
         self._metrics.on_answer(asked.path, status, seconds)
         usage = usage_of(tail)
         if usage is not None:
@@ -73,6 +76,7 @@ class RouterObserver:
         self._metrics.on_error(asked.path, "cut")
 
     def left(self, asked: Asked) -> None:
+        """Called when the client has disconnected before its answer was complete."""
         self._metrics.on_error(asked.path, "client_left")
 
     # ---- Metrics and page ----

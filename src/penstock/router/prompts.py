@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.exchange import AnswerLostError, Asked, Call, Upstream, fetch
+from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, fetch
 from penstock.router.instances import State
+from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.pool import Member
 from penstock.utils.cache_salt import scoped_salt
 from penstock.utils.errors import PeerError
@@ -29,31 +30,22 @@ _TEMPLATE_FIELDS = (
 )  # fmt: skip
 
 
-class Views(Protocol):
-    """The cached blocks of instances, by URL."""
-
-    @property
-    def num_blocks(self) -> Mapping[str, int]: ...
-
-    def cached(self, prompt: PromptKeys) -> Mapping[str, int]: ...
-
-
 class EstimatedPrompts:
     """Estimates lengths; uses no caches and queries no instance."""
 
-    async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
+    async def look_up(self, asked: bodies.Asked) -> tuple[int, Mapping[str, int]]:
         return bodies.estimate_tokens(len(asked.body)), {}
 
 
 class TokenizedPrompts:
     """Queries `POST /tokenize` of an instance, if the answer can change the decision."""
 
-    def __init__(self, dispatcher: Dispatcher, upstream: Upstream, views: Views) -> None:
+    def __init__(self, dispatcher: Dispatcher, upstream: HttpUpstream, views: KVSubscriptions) -> None:
         self._dispatcher = dispatcher
         self._upstream = upstream
         self._views = views
 
-    async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
+    async def look_up(self, asked: bodies.Asked) -> tuple[int, Mapping[str, int]]:
         """Returns the prompt's tokens, estimated if unknown, and how many of them instances have, by URL.
 
         Raises AnswerLostError.
@@ -71,7 +63,7 @@ class TokenizedPrompts:
             return estimated
         return len(tokens), self._views.cached(PromptKeys(tokens, salts_of(asked.headers, body)))
 
-    async def _tokens(self, asked: Asked, body: Mapping[str, Any], member: Member) -> Sequence[int]:
+    async def _tokens(self, asked: bodies.Asked, body: Mapping[str, Any], member: Member) -> Sequence[int]:
         given = bodies.only_prompt(body) if asked.path != _CHAT else None
         if isinstance(given, list):
             return given
