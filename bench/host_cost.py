@@ -23,12 +23,13 @@ from penstock.core.scheduler import Scheduler
 from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor, Later, Pending, WorkerHandle
-from penstock.executor.multiproc import start_worker
+from penstock.executor.remote import start_worker
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.child_process import Parent
 from penstock.utils.wire import FrameReader
 from penstock.worker.messages import CODEC as WORKER_CODEC
 from penstock.worker.messages import InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
@@ -218,7 +219,7 @@ def main() -> None:
     if args.rounds < 2:
         parser.error("--rounds must be at least 2: the first round warms up")
     if args.worker is not None:
-        WorkerProcess(socket.socket(fileno=args.worker)).serve(InstantRank())
+        WorkerProcess(Parent(socket.socket(fileno=args.worker), WORKER_CODEC)).serve(InstantRank())
         return
     for name in args.only:
         PARTS[name](args.rounds)

@@ -83,7 +83,6 @@ MODULES_WITHOUT_TORCH = (
     "runner.awaited_results",
     "executor.executor",
     "executor.remote",
-    "executor.multiproc",
     "executor.ray",
     "worker.messages",
     "parallel.rank_memory",

@@ -266,10 +266,6 @@ class ScriptedHelper:
         self.reads: list[np.ndarray] = []
         self.on_read: Callable[[], None] = lambda: None
 
-    @property
-    def is_running(self) -> bool:
-        return not self.has_ended.is_set()
-
     def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
         return ServedMemory(b"agent", tuple((0, region.num_bytes) for region in message.regions))
 
@@ -277,9 +273,8 @@ class ScriptedHelper:
         self.reads.append(runs)
         self.on_read()
 
-    def wait_for_end(self) -> str:
-        self.has_ended.wait()
-        return "was killed"
+    def ended(self, seconds: float | None) -> str | None:
+        return "was killed" if self.has_ended.wait(seconds) else None
 
     def kill(self) -> None:
         self.has_ended.set()
@@ -348,14 +343,14 @@ def test_bytes_that_a_helper_reports_after_its_peers_agent_has_ended_are_not_use
 
 
 def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    helper, ends = scripted.helper, list[tuple[bool, TransferState]]()
+    helper, ends = scripted.helper, list[tuple[str | None, TransferState]]()
 
     def read_until_killed() -> None:
         helper.has_ended.wait(WAIT_SECONDS)
         raise PeerError("a helper process has ended")
 
     def end() -> None:
-        ends.append((helper.is_running, scripted.reader.poll(running)))
+        ends.append((helper.ended(0), scripted.reader.poll(running)))
         helper.kill()
 
     helper.on_read = read_until_killed
@@ -365,7 +360,7 @@ def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkey
     scripted.reader.disconnect(scripted.name)
     assert scripted.reader.poll(queued) is TransferState.FAILED_SETTLED
     assert scripted.settled(running) is TransferState.FAILED_SETTLED
-    assert ends == [(False, TransferState.FAILED_UNSETTLED)], "it was killed before"
+    assert ends == [("was killed", TransferState.FAILED_UNSETTLED)], "it was killed before"
     assert len(helper.reads) == 1
     with pytest.raises(PeerError, match="not connected"):
         scripted.read()

@@ -17,7 +17,7 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams, StructuredOutputsParams
 from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Executor
-from penstock.executor.multiproc import start_worker
+from penstock.executor.remote import start_worker
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.worker.messages import LoadWorker

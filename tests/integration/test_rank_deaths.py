@@ -17,9 +17,10 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
 from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Executor
-from penstock.executor.multiproc import ChildProcess, start_worker
+from penstock.executor.remote import start_worker
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.parallel.topology import shards
+from penstock.utils.child_process import ChildProcess
 from penstock.utils.errors import RanksLostError
 from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
@@ -145,15 +146,16 @@ _PROGRAM = """
 import os, signal, socket, sys, time
 from pathlib import Path
 from penstock.utils.wire import FrameReader
-from penstock.worker.messages import CODEC, WorkerFailed
+from penstock.utils.child_process import Failed
+from penstock.worker.messages import CODEC
 has_failed, connection = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
 reader, messages = FrameReader(CODEC), []
 while not messages:
     messages += reader.feed(connection.recv(1 << 20))
 """
 _FAILS = _PROGRAM + "has_failed.touch()\n"
-RAISES = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("ValueError: 7", "line 3", False)))'
-CANNOT_START = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("lower max_num_seqs", "", True)))'
+RAISES = _FAILS + 'connection.sendall(CODEC.encode(Failed("ValueError: 7", traceback="line 3")))'
+CANNOT_START = _FAILS + 'connection.sendall(CODEC.encode(Failed("lower max_num_seqs", is_config=True)))'
 DIES = _FAILS + "os.kill(os.getpid(), signal.SIGSEGV)"
 HANGS = _PROGRAM + "connection.recv(1 << 20)\nsignal.pause()"
 # It does not report the other rank before that has failed, whichever process starts first.
@@ -162,7 +164,7 @@ REPORTS_LOST_RANK = (
     + """
 while not has_failed.exists():
     time.sleep(0.01)
-connection.sendall(CODEC.encode(WorkerFailed("they left", "", False, True)))
+connection.sendall(CODEC.encode(Failed("they left", is_consequence=True)))
 """
 )
 

@@ -34,6 +34,7 @@ from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
+from penstock.utils.child_process import Channel
 from penstock.utils.errors import RequestFailedError
 from penstock.utils.hosts import free_port
 from penstock.utils.wire import FrameReader
@@ -260,7 +261,7 @@ def test_a_value_that_has_ended_an_engine_ends_its_request(p2p: SchedulerConnect
     ours, theirs = socket.socketpair()
     core = make_core(p2p)
     with ours, theirs:
-        process = CoreProcess(core, theirs, queue.SimpleQueue())
+        process = CoreProcess(core, Channel(theirs, CODEC), queue.SimpleQueue())
         process._handle(make_request(POISON, **POISONS[poison]))
         (refused,) = FrameReader(CODEC).feed(ours.recv(1 << 16))
     assert isinstance(refused, Refused)
@@ -293,6 +294,6 @@ def test_the_front_end_is_told_that_the_engine_failed_on_a_request() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        process = CoreProcess(make_core(BrokenConnector("on_new_request")), theirs, inbox)
+        process = CoreProcess(make_core(BrokenConnector("on_new_request")), Channel(theirs, CODEC), inbox)
         process._handle(make_request(POISON))
         assert FrameReader(CODEC).feed(ours.recv(1 << 16)) == [Refused(POISON, MESSAGE, Refusal.FAILED)]

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.engine.core_messages import CODEC, Failed
+from penstock.engine.core_messages import CODEC
 from penstock.engine.core_process import CoreProcess, _Hangup, _Waker
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.stats import SchedulerStats, StepReport
+from penstock.utils.child_process import Channel, Failed
 from penstock.utils.wire import FrameReader
 from tests.processes import started
 
@@ -55,7 +56,9 @@ def test_the_reason_is_sent_before_anything_is_freed(shutdown: str, code: int) -
         with started(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL) as process:
             theirs.close()
             received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-            assert FrameReader(CODEC).feed(received) == [Failed("the device is on fire", is_config=False)]
+            (failed,) = FrameReader(CODEC).feed(received)
+            assert failed == Failed("the device is on fire", traceback=failed.traceback)
+            assert "in step" in failed.traceback
             assert process.wait(30) == code
 
 
@@ -81,7 +84,7 @@ def test_no_step_is_taken_until_kv_arrives_or_is_overdue() -> None:
     core, inbox = WaitingCore(), queue.SimpleQueue[Any]()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        running = threading.Thread(target=CoreProcess(cast(EngineCore, core), theirs, inbox).run)
+        running = threading.Thread(target=CoreProcess(cast(EngineCore, core), Channel(theirs, CODEC), inbox).run)
         running.start()
         with pytest.raises(queue.Empty):
             core.steps.get(timeout=0.05)

@@ -10,7 +10,7 @@ from penstock.config.engine import EngineArgs
 from penstock.config.gpus import gpus_of_ranks
 from penstock.config.replicas import core_plans
 from penstock.executor import factory
-from penstock.executor.multiproc import start_worker
+from penstock.executor.remote import start_worker
 from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.utils.gpus import count_gpus
 from penstock.worker.messages import LoadWorker
@@ -109,9 +109,10 @@ def test_no_rank_is_started_if_gpus_are_missing(started: list[tuple[LoadWorker, 
 
 REPORTS_ITS_GPUS = """
 import os, socket, sys
-from penstock.worker.messages import CODEC, WorkerFailed
+from penstock.utils.child_process import Failed
+from penstock.worker.messages import CODEC
 connection = socket.socket(fileno=int(sys.argv[1]))
-connection.sendall(CODEC.encode(WorkerFailed(os.environ["CUDA_VISIBLE_DEVICES"] + os.environ["PATH"], "", False)))
+connection.sendall(CODEC.encode(Failed(os.environ["CUDA_VISIBLE_DEVICES"] + os.environ["PATH"])))
 """
 
 

@@ -18,7 +18,6 @@ from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
     CheckIntegrity,
-    Failed,
     GetBlockMap,
     Ready,
     Refusal,
@@ -32,6 +31,7 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils import wire
+from penstock.utils.child_process import Failed
 from penstock.utils.errors import WireError
 from penstock.utils.wire import Codec, FrameReader
 from penstock.worker.parts import make_config
@@ -247,7 +247,7 @@ def test_frames_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) 
         FrameReader(CODEC).feed(HEADER.pack(wire.MAX_PAYLOAD_BYTES + 1, 0))
     monkeypatch.setattr(wire, "MAX_PAYLOAD_BYTES", 64)
     with pytest.raises(WireError, match=r"a Failed of \d+ bytes exceeds 64"):
-        CODEC.encode(Failed("x" * 64, False))
+        CODEC.encode(Failed("x" * 64))
     with pytest.raises(WireError, match="exceeds 64"):
         FrameReader(CODEC, 64).feed(HEADER.pack(65, ABORT))
 

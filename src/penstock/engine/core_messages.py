@@ -14,6 +14,7 @@ from penstock.config.engine import EngineArgs, SchedulerConfig
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import BlockMap, StepReport
+from penstock.utils.child_process import Failed
 from penstock.utils.wire import Codec
 
 
@@ -23,14 +24,6 @@ class Ready:
 
     info: EngineInfo
     limits: SchedulerConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The core ends after this: its configuration is invalid (`is_config`), or it failed."""
-
-    message: str
-    is_config: bool
 
 
 @dataclass(frozen=True, slots=True)

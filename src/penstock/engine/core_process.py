@@ -2,23 +2,17 @@
 
     python -m penstock.engine.core_process FD
 
-`FD` is an inherited stream socket to the front end. The process ends when that socket does, so it never outlives the
-front end; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both, because only the front end
-knows which requests must still finish. One thread reads; the main thread executes steps and writes.
+`FD` is an inherited stream socket to the front end (`utils/child_process.py`): only the front end knows which requests
+must still finish. One thread reads; the main thread executes steps and writes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import queue
-import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from penstock.config.engine import EngineArgs
 from penstock.engine.build import build_engine
@@ -26,7 +20,6 @@ from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
     CheckIntegrity,
-    Failed,
     GetBlockMap,
     Ready,
     Refusal,
@@ -37,21 +30,10 @@ from penstock.engine.core_messages import (
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.requests import EngineRequest
 from penstock.utils import logging
-from penstock.utils.errors import (
-    ConfigError,
-    EngineDeadError,
-    OverloadedError,
-    RequestError,
-    RequestFailedError,
-    WireError,
-)
-from penstock.utils.wire import FrameReader
+from penstock.utils.child_process import Channel, Parent
+from penstock.utils.errors import OverloadedError, RequestError, RequestFailedError, WireError
 
 logger = logging.get_logger(__name__)
-
-_RECEIVE_BYTES = 1 << 16
-_GRACE_SECONDS = 10.0
-_CRASHED = 1
 
 
 class _Hangup:
@@ -83,9 +65,9 @@ class _Waker:
 class CoreProcess:
     """Runs one engine core with an inbox that another thread fills."""
 
-    def __init__(self, core: EngineCore, connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, core: EngineCore, front_end: Channel, inbox: queue.SimpleQueue[Any]) -> None:
         self._core = core
-        self._connection = connection
+        self._send = front_end.send
         self._inbox = inbox
 
     def run(self) -> None:
@@ -153,31 +135,23 @@ class CoreProcess:
             return Reply(call, False, str(error))
         return Reply(call)
 
-    def _send(self, message: Any) -> None:
-        self._connection.sendall(CODEC.encode(message))
 
-
-def read_into(inbox: queue.SimpleQueue[Any], connection: socket.socket, reader: FrameReader) -> None:
+def read_into(inbox: queue.SimpleQueue[Any], front_end: Channel) -> None:
     """Reads messages until the stream ends."""
     try:
-        while data := connection.recv(_RECEIVE_BYTES):
-            for message in reader.feed(data):
-                inbox.put(message)
+        for message in front_end:
+            inbox.put(message)
     except (OSError, WireError) as error:
         logger.error("the front end's messages cannot be read: %s", error)
     inbox.put(_Hangup())
 
 
-def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCore | None:
-    """Builds the core and reports it; None if the front end disconnected, or the arguments cannot work."""
+def _start(front_end: Channel, inbox: queue.SimpleQueue[Any]) -> EngineCore | None:
+    """Builds the core and reports it; None if the front end disconnected. Raises ConfigError."""
     args = inbox.get()
     if not isinstance(args, EngineArgs):
         return None
-    try:
-        engine = build_engine(args)
-    except ConfigError as error:
-        connection.sendall(CODEC.encode(Failed(str(error), is_config=True)))
-        return None
+    engine = build_engine(args)
     # Objects that exist now are permanent: exclude them, such as the pool's blocks, from garbage collection, which
     # would take longer than a step.
     gc.collect()
@@ -185,64 +159,32 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     core = engine.core
     core.watch_workers(lambda: inbox.put(_WorkerDied()))
     engine.connector.set_waker(_Waker(inbox).wake)
-    connection.sendall(CODEC.encode(Ready(engine.info, engine.limits)))
+    front_end.send(Ready(engine.info, engine.limits))
     return core
 
 
-def _exit_with_front_end(ended: threading.Event, reading: threading.Thread, kill_workers: Callable[[], None]) -> None:
-    """Ends the process if the front end has disconnected and the running step does not end."""
-    reading.join()
-    if not ended.wait(_GRACE_SECONDS):
-        # A stopped worker would not notice the end of its connection.
-        kill_workers()
-        signal.raise_signal(signal.SIGKILL)
-
-
-def _crash(error: Exception, connection: socket.socket, core: EngineCore | None) -> NoReturn:
-    """Reports the error and ends the process without cleanup: torch aborts when memory of a failed GPU is freed."""
-    cause = error if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(OSError):
-        connection.sendall(CODEC.encode(Failed(str(cause), is_config=False)))
-        # The front end does not wait for the following, which must not exceed the grace period.
-        connection.shutdown(socket.SHUT_RDWR)
-    if core is not None:
-        with contextlib.suppress(Exception):
-            core.shutdown()
-    sys.stderr.flush()
-    os._exit(_CRASHED)
-
-
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Output of libraries must not mix with that of the front end.
-    sys.stdout = sys.stderr
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    front_end = Parent.of_this_process(CODEC)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    ended = threading.Event()
-    reading = threading.Thread(target=read_into, args=(inbox, connection, FrameReader(CODEC)), daemon=True)
-    reading.start()
+    threading.Thread(target=read_into, args=(inbox, front_end), daemon=True).start()
     core: EngineCore | None = None
 
+    def work() -> None:
+        nonlocal core
+        core = _start(front_end, inbox)
+        if core is not None:
+            CoreProcess(core, front_end, inbox).run()
+
+    def shut_down() -> None:
+        if core is not None:
+            core.shutdown()
+
     def kill_workers() -> None:
+        # A stopped worker would not notice the end of its connection.
         if core is not None:
             core.kill_workers()
 
-    threading.Thread(target=_exit_with_front_end, args=(ended, reading, kill_workers), daemon=True).start()
-    try:
-        core = _start(connection, inbox)
-        if core is not None:
-            CoreProcess(core, connection, inbox).run()
-        return 0
-    except (BrokenPipeError, ConnectionResetError):
-        return 0
-    except Exception as error:
-        logger.exception("the engine core stops")
-        _crash(error, connection, core)
-    finally:
-        if core is not None:
-            core.shutdown()
-        ended.set()
+    return front_end.live(work, lambda _: logger.exception("the engine core stops"), shut_down, kill_workers)
 
 
 if __name__ == "__main__":

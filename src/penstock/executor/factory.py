@@ -9,7 +9,7 @@ from penstock.config import env
 from penstock.config.engine import EngineArgs
 from penstock.config.gpus import gpus_of_ranks, show_gpus
 from penstock.executor.executor import Executor, WorkerHandle
-from penstock.executor.multiproc import start_worker
+from penstock.executor.remote import start_worker
 from penstock.parallel.rank_memory import abort, create_rank_memory
 from penstock.parallel.topology import shards
 from penstock.utils.gpus import count_gpus

@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -25,18 +26,19 @@ from penstock import __version__
 from penstock.config import env
 from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Executor
-from penstock.executor.remote import SOCKET_BYTES, RemoteWorker
+from penstock.executor.remote import RemoteWorker
 from penstock.kv_transfer.authentication import Authentication
 from penstock.messages.kv_transfer import ShardId
 from penstock.parallel.rank_memory import abort, create_rank_memory
 from penstock.parallel.topology import shards
 from penstock.utils import logging
+from penstock.utils.child_process import SOCKET_BYTES, Parent
 from penstock.utils.clock import SystemClock
 from penstock.utils.cores import usable_cores
 from penstock.utils.errors import ConfigError, EngineDeadError, PeerError
 from penstock.utils.hosts import free_port
 from penstock.utils.interrupts import interrupts_blocked
-from penstock.worker.messages import LoadWorker, Rendezvous
+from penstock.worker.messages import CODEC, LoadWorker, Rendezvous
 
 try:
     import ray
@@ -248,9 +250,11 @@ class RankActor:
         # Imported here: the driver needs no torch.
         from penstock.worker.worker_process import live
 
+        # Ray forwards it to the program, whose output libraries must not mix with.
+        sys.stdout = sys.stderr
         connection = socket.create_connection((host, port), _CONNECT_SECONDS)
         _authenticate(connection, Authentication(key, is_client=True, purpose=_purpose(shard)))
-        live(connection)
+        live(Parent(connection, CODEC))
 
 
 class RayProcess:

@@ -13,12 +13,14 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from penstock.config import env
 from penstock.executor.executor import Later, Pending
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError, RanksLostError, WireError
 from penstock.utils.wire import FrameReader
@@ -28,13 +30,10 @@ from penstock.worker.messages import (
     LoadWorker,
     SampleTokens,
     WorkerFacts,
-    WorkerFailed,
     WorkerReady,
 )
 
-SOCKET_BYTES = 4 << 20
-"""Buffer size for a step's messages, so that sending them rarely blocks; the system may grant less."""
-
+_PROGRAM = ("-m", "penstock.worker.worker_process")
 _RECEIVE_BYTES = 1 << 16
 _EXIT_SECONDS = 10.0
 _KILLED_SECONDS = 5.0
@@ -42,15 +41,10 @@ _DEATH_SECONDS = 0.5
 
 
 class RankProcess(Protocol):
-    """The process of one rank, for the process that started it."""
+    """The process of one rank, for the process that started it: see `ChildProcess`."""
 
-    def ended(self, seconds: float) -> str | None:
-        """Waits this long for its end. Returns how it ended, such as "was killed by signal 9"; None while it runs."""
-        ...
-
-    def kill(self) -> None:
-        """Kills it, also if it is stopped or has ended. May be called from any thread."""
-        ...
+    def ended(self, seconds: float) -> str | None: ...
+    def kill(self) -> None: ...
 
 
 class RemoteWorker:
@@ -142,7 +136,7 @@ class RemoteWorker:
         while not self._received:
             self._read()
         message = self._received.popleft()
-        if isinstance(message, WorkerFailed):
+        if isinstance(message, Failed):
             message = self._told(message)
         if isinstance(message, Exception):
             self._failure = message
@@ -164,7 +158,7 @@ class RemoteWorker:
     def _name(self) -> str:
         return f"worker {self._load.shard}"
 
-    def _told(self, failed: WorkerFailed) -> Exception:
+    def _told(self, failed: Failed) -> Exception:
         """Returns the worker's own reason for its end."""
         kind = RanksLostError if failed.is_consequence else EngineDeadError
         error = ConfigError(failed.message) if failed.is_config else kind(f"{self._name}: {failed.message}")
@@ -178,6 +172,14 @@ class RemoteWorker:
         how = self._process.ended(_DEATH_SECONDS)
         closed = f"{self._name} closed the connection"
         return EngineDeadError(closed if how is None else f"the process of {self._name} {how}")
+
+
+def start_worker(
+    load: LoadWorker, program: Sequence[str] = _PROGRAM, environment: Mapping[str, str] | None = None
+) -> RemoteWorker:
+    """Starts a rank on this host. `environment` is added to that of this process."""
+    process = ChildProcess(program, env.for_child(environment))
+    return RemoteWorker(load, process.connection, process)
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +13,6 @@ from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
     CheckIntegrity,
-    Failed,
     GetBlockMap,
     Ready,
     Refused,
@@ -25,11 +21,12 @@ from penstock.engine.core_messages import (
 )
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import BlockMap, StepReport
+from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
-from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 
 _EXIT_SECONDS = 15.0
+_DEATH_SECONDS = 1.0
 
 Handler = Callable[[StepReport | Refused | EngineDeadError], None]
 """Receives the core's messages, on the event loop; an EngineDeadError comes last and once."""
@@ -38,7 +35,7 @@ Handler = Callable[[StepReport | Refused | EngineDeadError], None]
 class CoreClient(asyncio.Protocol):
     """One engine core process and the connection to it. Belongs to the event loop on which it was started."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.death: EngineDeadError | None = None
         self._process = process
@@ -53,13 +50,9 @@ class CoreClient(asyncio.Protocol):
     @classmethod
     async def start(cls, plan: CorePlan) -> CoreClient:
         """Starts the process. `ready` resolves when its model is loaded, or raises ConfigError if it cannot be."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
-        with theirs, interrupts_blocked():
-            process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=env.for_child(plan.environment)
-            )
-        _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(process), sock=ours)
+        process = ChildProcess(("-m", "penstock.engine.core_process"), env.for_child(plan.environment))
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_unix_connection(lambda: cls(process), sock=process.connection)
         client._send(plan.args)
         return client
 
@@ -94,11 +87,8 @@ class CoreClient(asyncio.Protocol):
         self._is_closing = True
         if self._transport is not None:
             self._transport.close()
-        try:
-            await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        if await asyncio.to_thread(self._process.ended, _EXIT_SECONDS) is None:
+            await asyncio.to_thread(self._process.end)
 
     async def _call(self, make_message: Callable[[int], Any]) -> bool | BlockMap:
         number = next(self._call_numbers)
@@ -124,7 +114,7 @@ class CoreClient(asyncio.Protocol):
         try:
             messages = self._reader.feed(data)
         except WireError as error:
-            self._failure = Failed(str(error), is_config=False)
+            self._failure = Failed(str(error))
             self._process.kill()
             return
         for message in messages:
@@ -163,12 +153,9 @@ class CoreClient(asyncio.Protocol):
             return kind(self._failure.message)
         if self._is_closing:
             return EngineDeadError("the engine has stopped: it was shut down")
-        try:
-            code = self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return EngineDeadError("the engine core closed the connection")
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return EngineDeadError(f"the engine core's process {how}")
+        how = self._process.ended(_DEATH_SECONDS)
+        closed = "the engine core closed the connection"
+        return EngineDeadError(closed if how is None else f"the engine core's process {how}")
 
 
 def _resolve(future: asyncio.Future[bool | BlockMap], reply: Reply) -> None:

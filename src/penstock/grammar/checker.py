@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.grammar.checker_process import CODEC, Ready, Start, Unusable, Verdict
+from penstock.grammar.checker_process import CODEC, Ready, Start, Verdict
 from penstock.messages.structured_outputs import GrammarSpec
+from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.errors import OverloadedError, RequestError
-from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 
 _MAX_REMEMBERED = 1024
@@ -127,9 +124,9 @@ class GrammarChecker:
             except asyncio.CancelledError:
                 await self._kill()
                 raise
-            if isinstance(answer, Unusable):
+            if isinstance(answer, Failed):
                 await self._kill()
-                raise RequestError(answer.reason, "structured_outputs")
+                raise RequestError(answer.message, "structured_outputs")
             assert isinstance(answer, Ready), answer
         return self._process
 
@@ -142,9 +139,7 @@ class GrammarChecker:
 class _Process:
     """One child process and the connection to it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -152,22 +147,23 @@ class _Process:
 
     @classmethod
     async def open(cls) -> _Process:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.grammar.checker_process", str(theirs.fileno())]
-        with theirs, interrupts_blocked():
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+        process = ChildProcess(("-m", "penstock.grammar.checker_process"), has_lifeline=True)
+        return cls(process, *await asyncio.open_unix_connection(sock=process.connection))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     async def ask(self, message: Any) -> Any:
-        """Returns the answer to `message`. Raises OSError if the process has ended."""
+        """Returns the answer to `message`, a `Failed` if it must not be asked again. Raises OSError if the process has
+        ended.
+        """
         self._writer.write(CODEC.encode(message))
         await self._writer.drain()
         while data := await self._reader.read(_RECEIVE_BYTES):
             for answer in self._frames.feed(data):
+                if isinstance(answer, Failed) and not answer.is_config:
+                    raise ConnectionResetError(answer.message)
                 return answer
         raise ConnectionResetError("the process ended")
 
@@ -177,4 +173,4 @@ class _Process:
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
-        await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._process.end)

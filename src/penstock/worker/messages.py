@@ -5,7 +5,7 @@
     core -> worker   InitializeWorker   what was planned from the facts of all ranks
     worker -> core   WorkerReady        the KV cache is allocated and the connector's worker side is built
 
-Then the steps follow: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. A WorkerFailed
+Then the steps follow: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. A Failed
 may replace any answer and is the last message of its worker.
 """
 
@@ -21,6 +21,7 @@ from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.messages.tensor_rows import TensorRows
+from penstock.utils.child_process import Failed
 from penstock.utils.wire import Codec
 
 
@@ -87,17 +88,6 @@ class SampleTokens(msgspec.Struct, frozen=True):
     grammars: GrammarOutput | None = None
 
 
-class WorkerFailed(msgspec.Struct, frozen=True):
-    """The worker ends after this: its configuration is invalid (`is_config`), another rank that it needs has ended
-    (`is_consequence`), or it failed.
-    """
-
-    message: str
-    traceback: str
-    is_config: bool
-    is_consequence: bool = False
-
-
 CODEC = Codec(
     LoadWorker,
     WorkerFacts,
@@ -106,5 +96,5 @@ CODEC = Codec(
     SchedulerOutput,
     SampleTokens,
     ModelRunnerOutput,
-    WorkerFailed,
+    Failed,
 )

@@ -133,7 +133,7 @@ class AgentTransport(PeerTransport[AgentAddress]):
         with self._lock:
             self._threads.check_open()
             helper = HelperProcess(helper_environment(self._settings))
-            self._helpers = {each for each in self._helpers if each.is_running} | {helper}
+            self._helpers = {each for each in self._helpers if each.ended(0) is None} | {helper}
         try:
             return helper, helper.open(OpenAgent(self._settings, self._regions, peer), _OPEN_SECONDS)
         except (ConfigError, PeerError):
@@ -152,7 +152,7 @@ class AgentTransport(PeerTransport[AgentAddress]):
     def _keep_serving(self, helper: HelperProcess | None) -> None:
         """Runs in a thread: waits for the end of the helper that serves, disconnects peers, and starts the next one."""
         while helper is not None:
-            how = helper.wait_for_end()
+            how = helper.ended(None)
             helper.end()
             with self._lock:
                 self._serving = self._served = None

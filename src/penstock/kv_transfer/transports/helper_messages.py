@@ -1,11 +1,9 @@
 """The messages between an engine and a helper process, with one answer for each request.
 
-    OpenAgent  ->
-               <-  AgentReady, or AgentFailed
-    Read       ->
-               <-  Landed, or AgentFailed; after a failure the helper ends
-
-The end of the connection means the end of the helper; the kernel closes it however a process ends.
+OpenAgent  ->
+           <-  AgentReady, or Failed
+Read       ->
+           <-  Landed, or Failed; after a failure the helper ends
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import numpy as np
 
 from penstock.kv_transfer.transports.agents import AgentSettings
 from penstock.kv_transfer.transports.flat_memory import NamedRegion
+from penstock.utils.child_process import Failed
 from penstock.utils.wire import Codec
 
 
@@ -45,11 +44,4 @@ class Landed(msgspec.Struct, frozen=True):
     """The last byte has landed."""
 
 
-class AgentFailed(msgspec.Struct, frozen=True):
-    """`is_config`: the configuration or the installation must change."""
-
-    reason: str
-    is_config: bool
-
-
-CODEC = Codec(OpenAgent, AgentReady, Read, Landed, AgentFailed)
+CODEC = Codec(OpenAgent, AgentReady, Read, Landed, Failed)
