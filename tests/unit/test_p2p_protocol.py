@@ -387,7 +387,9 @@ PEER = "d#1"
 
 
 def make_producer(rules: ProducerRules = RULES) -> Producer:
-    return Producer("p", "epoch", rules, OFFICE, READING)
+    producer = Producer("p", "epoch", rules, OFFICE)
+    producer.expected = READING
+    return producer
 
 
 def fetch(name: str = "load", **changes: Any) -> Fetch:
@@ -809,7 +811,8 @@ def test_digests_serve_only_ranges_of_whole_units_of_the_same_reading() -> None:
 @pytest.mark.parametrize(("first", "end"), [(2, 8), (0, 6)])
 def test_a_reader_of_a_part_of_a_unit_gets_digests_of_its_own(first: int, end: int) -> None:
     reading = Reading(4)
-    producer = Producer("p", "epoch", RULES, OFFICE, reading)
+    producer = make_producer()
+    producer.expected = reading
     producer.expect(HOLD, "")
     producer.on_computed(HOLD, ((5,),), 0, 6)
     assert producer.take_actions() == [], "pieces end at whole units"

@@ -99,6 +99,7 @@ class Sent:
 
 ProducerAction = Send | Digest | StopDigest | Release | Sent
 
+_ENDED = "the request has ended, and its KV is not held"
 _MAX_DIGESTS = MAX_MESSAGE_BYTES // 32  # each has 16 bytes, and its frame
 _ReaderKey = tuple[PeerKey, TransferId]
 
@@ -120,11 +121,12 @@ _NEXT = {
 
 @dataclass(slots=True)
 class _Reader:
-    """An engine that has asked for a hold."""
+    """An engine that has asked for a hold. Until there is one, it is parked up to the `deadline`."""
 
     key: _ReaderKey
     fetch: Fetch
     reading: Reading
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -146,21 +148,12 @@ class _Hold:
 
 
 @dataclass(slots=True)
-class _Parked:
-    reader: _Reader
-    deadline: float
-
-
-@dataclass(slots=True)
 class _Closed:
-    """A rendezvous that one side has given up: its reader, or else the request of this engine.
+    """A rendezvous that one side has given up: the request of this engine, or its reader. Then `hold_seconds` says how
+    long a request that still ends is held, in case the reader comes again."""
 
-    If the request still ends, its blocks are held for `hold_seconds`, in which the reader may come again.
-    """
-
-    is_by_reader: bool
+    hold_seconds: float | None
     deadline: float
-    hold_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -182,7 +175,7 @@ class _State:
     at_rendezvous: dict[str, _Hold] = field(default_factory=dict[str, _Hold])
     by_reader: dict[_ReaderKey, _Hold] = field(default_factory=dict[_ReaderKey, _Hold])
     jobs: dict[TransferId, _Hold] = field(default_factory=dict[TransferId, _Hold])
-    parked: dict[_ReaderKey, _Parked] = field(default_factory=dict[_ReaderKey, _Parked])
+    parked: dict[_ReaderKey, _Reader] = field(default_factory=dict[_ReaderKey, _Reader])
     closed: dict[str, _Closed] = field(default_factory=dict[str, _Closed])
     held_blocks: Counter[int] = field(default_factory=Counter[int])
 
@@ -193,19 +186,12 @@ class Producer:
     `expected` is the reading for which blocks are digested before a reader has come: that of the last reader.
     """
 
-    def __init__(
-        self,
-        engine_id: str,
-        epoch: str,
-        rules: ProducerRules,
-        office: TicketOffice,
-        expected: Reading = Reading(1),  # noqa: B008
-    ) -> None:
+    def __init__(self, engine_id: str, epoch: str, rules: ProducerRules, office: TicketOffice) -> None:
         self._engine_id = engine_id
         self._epoch = epoch
         self._rules = rules
         self._office = office
-        self.expected = expected
+        self.expected = Reading(1)
         self._state = _State()
         self._actions: list[ProducerAction] = []
         self._num_jobs = 0
@@ -221,8 +207,7 @@ class Producer:
         """Begins a request that will be held. A reader waits for its rendezvous, though an earlier request with the
         same one ended without KV."""
         self._state.holds[hold_id] = _Hold(hold_id, rendezvous, KnownDigests(self.expected))
-        closed = self._state.closed.get(rendezvous)
-        if closed is not None and not closed.is_by_reader:
+        if self._is_over(rendezvous):
             del self._state.closed[rendezvous]
 
     def restart(self, hold_id: TransferId) -> None:
@@ -250,26 +235,24 @@ class Producer:
         self.counts.num_offered += 1
         if hold.rendezvous:
             self._state.at_rendezvous[hold.rendezvous] = hold
-            closed = self._state.closed.pop(hold.rendezvous, None)  # by its reader: see `expect`
-            if closed is not None and not closed.hold_seconds:
-                self._release(hold)
-            elif closed is not None:
+            closed = self._state.closed.pop(hold.rendezvous, None)
+            if closed is not None and closed.hold_seconds:
                 hold.deadline = now + closed.hold_seconds
+            elif closed is not None:
+                self._release(hold)
             for key in self._waiting_at(hold.rendezvous):
-                self._answer(self._state.parked.pop(key).reader, now)
-        return self._office.issue(
-            Ticket(self._engine_id, self._epoch, offer.hold_id, offer.prompt_digest, offer.num_tokens)
-        )
+                self._answer(self._state.parked.pop(key), now)
+        ticket = Ticket(self._engine_id, self._epoch, offer.hold_id, offer.prompt_digest, offer.num_tokens)
+        return self._office.issue(ticket)
 
     def withdraw(self, hold_id: TransferId, now: float) -> None:
         """Called when a request has ended and its blocks are not held."""
         hold = self._state.holds.pop(hold_id)
         self._stop_digests(hold)
-        if hold.rendezvous:
-            self._close(hold.rendezvous, now, is_by_reader=False)
         for key in self._waiting_at(hold.rendezvous):
             del self._state.parked[key]
-            self._refuse(key, Reason.PREFILL_FAILED, "the request has ended, and its KV is not held")
+            self._refuse(key, Reason.PREFILL_FAILED, _ENDED)
+        self._close(hold.rendezvous, now, hold_seconds=None)
 
     def can_be_met(self, rendezvous: str) -> bool:
         """Returns whether a request may use this rendezvous: no other one does."""
@@ -281,7 +264,8 @@ class Producer:
         """Applies a message. `reading` is the peer's. Raises PeerError for a message that no consumer sends."""
         match message:
             case Fetch():
-                self._on_fetch(_Reader((peer, message.transfer_id), message, reading or self.expected), now)
+                until = now + self._rules.park_seconds
+                self._on_fetch(_Reader((peer, message.transfer_id), message, reading or self.expected, until), now)
             case Renew():
                 hold = self._state.by_reader.get((peer, message.transfer_id))
                 if hold is not None and hold.state is HoldState.GRANTED and now < hold.deadline:
@@ -291,8 +275,8 @@ class Producer:
             case Abort():
                 parked = self._state.parked.get((peer, message.transfer_id))
                 self._give_up((peer, message.transfer_id))
-                if parked is not None and not self._waiting_at(parked.reader.fetch.rendezvous):
-                    self._close(parked.reader.fetch.rendezvous, now, is_by_reader=True)
+                if parked is not None:
+                    self._close(parked.fetch.rendezvous, now, hold_seconds=0.0)
             case _:
                 raise PeerError(f"the peer sent {type(message).__name__}, which a consumer does not send")
 
@@ -321,10 +305,8 @@ class Producer:
         """Ends everything whose deadline has passed."""
         state = self._state
         for key in [key for key, each in state.parked.items() if each.deadline <= now]:
-            rendezvous = state.parked.pop(key).reader.fetch.rendezvous
             self._refuse(key, Reason.UNKNOWN_REQUEST, "the request has not been prefilled in time")
-            if not self._waiting_at(rendezvous):
-                self._close(rendezvous, now, is_by_reader=True, hold_seconds=self._rules.lease_seconds)
+            self._close(state.parked.pop(key).fetch.rendezvous, now, hold_seconds=self._rules.lease_seconds)
         for name in [name for name, each in state.closed.items() if each.deadline <= now]:
             del state.closed[name]
         for hold in [hold for hold in state.holds.values() if hold.deadline <= now]:
@@ -348,25 +330,29 @@ class Producer:
             return
         rendezvous = reader.fetch.rendezvous
         if rendezvous and rendezvous not in self._state.at_rendezvous:
-            closed = self._state.closed.pop(rendezvous, None)
-            if closed is not None and not closed.is_by_reader:
-                self._refuse(reader.key, Reason.PREFILL_FAILED, "the request has ended, and its KV is not held")
-                return
-            if len(self._state.parked) >= self._rules.max_parked:
+            if self._is_over(rendezvous):
+                self._refuse(reader.key, Reason.PREFILL_FAILED, _ENDED)
+            elif len(self._state.parked) >= self._rules.max_parked:
                 self._refuse(reader.key, Reason.OVERLOADED, "too many readers already wait for requests")
-                return
-            self._state.parked[reader.key] = _Parked(reader, now + self._rules.park_seconds)
+            else:
+                self._state.parked[reader.key] = reader
+            self._state.closed.pop(rendezvous, None)
             return
         self._answer(reader, now)
 
     def _waiting_at(self, rendezvous: str) -> list[_ReaderKey]:
         parked = self._state.parked
-        return [key for key, each in parked.items() if rendezvous and each.reader.fetch.rendezvous == rendezvous]
+        return [key for key, each in parked.items() if rendezvous and each.fetch.rendezvous == rendezvous]
 
-    def _close(self, rendezvous: str, now: float, *, is_by_reader: bool, hold_seconds: float = 0.0) -> None:
+    def _close(self, rendezvous: str, now: float, *, hold_seconds: float | None) -> None:
         """Records, up to a limit, that one side has given up, so that the other need not wait for its deadline."""
-        if len(self._state.closed) < self._rules.max_parked:
-            self._state.closed[rendezvous] = _Closed(is_by_reader, now + self._rules.park_seconds, hold_seconds)
+        has_room = len(self._state.closed) < self._rules.max_parked
+        if rendezvous and has_room and not self._waiting_at(rendezvous):
+            self._state.closed[rendezvous] = _Closed(hold_seconds, now + self._rules.park_seconds)
+
+    def _is_over(self, rendezvous: str) -> bool:
+        """Returns whether the request has recently ended without KV."""
+        return rendezvous in self._state.closed and self._state.closed[rendezvous].hold_seconds is None
 
     def _answer(self, reader: _Reader, now: float) -> None:
         """Grants or refuses a fetch of a request that has ended."""
@@ -503,7 +489,7 @@ class Producer:
         held = Counter(block for hold in holds if hold.offer is not None for block in _blocks_of(hold.offer))
         assert held == state.held_blocks, (held, state.held_blocks)
         assert len(held) <= self._rules.max_held_blocks, f"{len(held)} blocks of {self._rules.max_held_blocks}"
-        awaited = {each.reader.fetch.rendezvous for each in state.parked.values()}
+        awaited = {each.fetch.rendezvous for each in state.parked.values()}
         assert awaited.isdisjoint(state.closed), f"one side has gone from {awaited & state.closed.keys()}"
 
 
