@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.runner.buffers import TableWriter
-from penstock.runner.cpu.buffers import HostTableWriter
+from penstock.runner.cpu.parts import HostTableWriter
 from penstock.runner.gpu.buffers import PinnedRing, StagedTableWriter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.kernels.triton.sampling.adjust import adjust_logits, count_tokens, pack_bits
-from penstock.runner.cpu.buffers import HostTableWriter
+from penstock.runner.cpu.parts import HostTableWriter
 from penstock.runner.cpu.sampler import adjusted
 from penstock.runner.gpu.sampling.rows import SamplingRows
 from penstock.runner.sampling.features import COUNTED_TOKENS, needs_of

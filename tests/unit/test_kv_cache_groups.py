@@ -7,7 +7,7 @@ import random
 import pytest
 
 from penstock.config.kv_cache_groups import attach_layers, group_layers
-from penstock.core.kv_cache_groups import make_group
+from penstock.core.kv_cache_groups import AttentionGroup
 from penstock.core.kv_cache_planning import blocks_for_one_request, longest_request, plan_kv_cache
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec, KVPlane
 from penstock.utils.errors import ConfigError
@@ -25,7 +25,7 @@ def is_usable(cached: list[bool], length: int, window: int) -> bool:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 8, 9, 100])
 def test_longest_hit_is_the_longest_usable_prefix(window: int) -> None:
-    group = make_group(KVCacheSpec.keys_and_values(1, 1, "float32", window), BLOCK_SIZE)
+    group = AttentionGroup(KVCacheSpec.keys_and_values(1, 1, "float32", window), BLOCK_SIZE)
     rng = random.Random(window)
     for _ in range(500):
         cached = [rng.random() < 0.7 for _ in range(rng.randrange(12))]

@@ -270,6 +270,6 @@ def test_many_touches_do_not_grow_the_heaps() -> None:
     fill(policy, "abc")
     for _ in range(10_000):
         policy.touch([(0, b"a"), (0, b"b")])
-    assert sum(map(len, policy._keys._entries.values())) == policy._keys._num_entries <= 2 * 3 + 16
-    assert sorted(policy._keys._moments) == sorted(policy._keys._entries)
+    assert sum(map(len, policy._lists[0]._entries.values())) == policy._lists[0]._num_entries <= 2 * 3 + 16
+    assert sorted(policy._lists[0]._moments) == sorted(policy._lists[0]._entries)
     assert policy.evict(1, []) == [(0, b"c")]

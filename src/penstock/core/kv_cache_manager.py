@@ -12,7 +12,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from penstock.core.block_pool import BlockPool
-from penstock.core.kv_cache_groups import make_group
+from penstock.core.kv_cache_groups import AttentionGroup
 from penstock.core.kv_events import KVEventRecorder
 from penstock.core.request import Request, RequestStatus
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
@@ -54,7 +54,7 @@ class KVCacheManager:
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
         self._enable_prefix_caching = enable_prefix_caching
-        self._groups = [make_group(group.spec, config.block_size) for group in config.groups]
+        self._groups = [AttentionGroup(group.spec, config.block_size) for group in config.groups]
         self._has_windows = any(group.spec.sliding_window for group in config.groups)
         self._no_blocks: BlockIds = ((),) * len(config.groups)
         self._holdings: dict[str, _Holding] = {}

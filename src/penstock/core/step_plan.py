@@ -86,13 +86,4 @@ class StepPlan:
 
 
 def _row_request(data: EngineRequest) -> RowRequest:
-    return RowRequest(
-        request_id=data.request_id,
-        num_prompt_tokens=data.num_prompt_tokens,
-        sampling_params=data.sampling_params,
-        seed=data.seed,
-        eos_token_ids=data.eos_token_ids,
-        stop_token_ids=data.stop_token_ids,
-        bad_words_token_ids=data.bad_words_token_ids,
-        second_text_start=data.second_text_start,
-    )
+    return RowRequest(**{name: getattr(data, name) for name in RowRequest.__struct_fields__})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from penstock.attention.backend import AttentionHeads
@@ -27,23 +29,9 @@ class PagedAttention:
         k_norm: torch.Tensor | None = None,
     ) -> None:
         self.name = f"model.layers.{layer}.self_attn"
-        self.spec = KVCacheSpec.keys_and_values(
-            len(own.kv),
-            config.head_dim,
-            config.dtype,
-            config.layer_windows[layer],
-            first_head=own.kv.start,
-            total_heads=config.num_key_value_heads,
-        )
-        self._heads = AttentionHeads(
-            spec=self.spec,
-            num_heads=len(own.queries),
-            scale=config.head_dim**-0.5,
-            rotary=rotary,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=config.rms_norm_eps,
-        )
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": config.rms_norm_eps}
+        self._heads = _heads(config, own, rotary, config.layer_windows[layer], **norms)
+        self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size].
@@ -64,23 +52,22 @@ class EncoderAttention:
     """
 
     def __init__(self, config: ModelConfig, own: HeadShare, device: torch.device) -> None:
-        self.spec = KVCacheSpec.keys_and_values(
-            len(own.kv),
-            config.head_dim,
-            config.dtype,
-            first_head=own.kv.start,
-            total_heads=config.num_key_value_heads,
-        )
-        self._heads = AttentionHeads(
-            spec=self.spec,
-            num_heads=len(own.queries),
-            scale=config.head_dim**-0.5,
-            # A table of width 0 means no rotation: the positions are in the embeddings.
-            rotary=torch.empty((config.max_position_embeddings, 0), dtype=torch.float32, device=device),
-            is_causal=False,
-        )
+        # A table of width 0 means no rotation: the positions are in the embeddings.
+        rotary = torch.empty((config.max_position_embeddings, 0), dtype=torch.float32, device=device)
+        self._heads = _heads(config, own, rotary, is_causal=False)
+        self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens, 3 * num_heads * head_size] -> [num_tokens, num_heads * head_size]."""
         workspace, metadata = context.kv_caches[WORKSPACE], context.metadata[WORKSPACE]
         return context.attention.attend(qkv, positions, self._heads, workspace, metadata)
+
+
+def _heads(
+    config: ModelConfig, own: HeadShare, rotary: torch.Tensor, window: int = 0, **options: Any
+) -> AttentionHeads:
+    first, total = own.kv.start, config.num_key_value_heads
+    spec = KVCacheSpec.keys_and_values(
+        len(own.kv), config.head_dim, config.dtype, window, first_head=first, total_heads=total
+    )
+    return AttentionHeads(spec, len(own.queries), config.head_dim**-0.5, rotary, **options)

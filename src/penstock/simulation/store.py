@@ -21,7 +21,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from penstock.core.kv_cache_groups import make_group
+from penstock.core.kv_cache_groups import AttentionGroup
 from penstock.kv_transfer.connector import (
     FREED,
     NO_MATCH,
@@ -286,7 +286,7 @@ class StoreScheduler(NullSchedulerConnector):
         life: str,
     ) -> None:
         self._store = store
-        self._groups = [make_group(group.spec, cache.block_size) for group in cache.groups]
+        self._groups = [AttentionGroup(group.spec, cache.block_size) for group in cache.groups]
         self._block_size = cache.block_size
         self._endpoints = endpoints
         self._parts: dict[ShardId, tuple[Part, ...]] = {}

@@ -1,17 +1,10 @@
 #include "pool.h"
+#include "waiting.h"
 
 #include <atomic>
-#include <linux/futex.h>
 #include <mutex>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <thread>
-#include <time.h>
-#include <unistd.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -22,18 +15,6 @@ constexpr int kSpinsPerClock = 50;
 // How often the caller looks for the end of the last parts before it yields its core each time.
 constexpr int kSpins = 2000;
 constexpr int64_t kMostParts = (1 << 16) - 1;
-
-int64_t nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-}
 
 // A call, and which of its parts are taken: its number (32 bits), how many parts it has (16) and how many of them are
 // taken (16). A part is taken by adding one, which fails if another call has begun since. The rest of a call is read

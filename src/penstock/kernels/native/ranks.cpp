@@ -5,20 +5,14 @@
 //
 // Every wait ends after a tenth of a second at the latest with kPending, so that the interpreter can handle signals and
 // the caller can check whether the engine still exists; the caller then continues where it stopped.
+#include "waiting.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <climits>
 #include <cstdint>
 #include <cstring>
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -69,18 +63,6 @@ struct Channel {
     char* ring;
     uint32_t size;  // a power of two
 };
-
-int64_t nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-}
 
 // The ranks may be processes, so the futex is not a private one.
 int sleep_on(Word& word, uint32_t seen, int64_t for_nanoseconds) {

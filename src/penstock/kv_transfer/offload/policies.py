@@ -126,6 +126,8 @@ class CachePolicy:
     """Belongs to one thread. Members are added by `insert`, and removed by `evict`, `remove` or `clear`."""
 
     _moment = 0
+    _lists: tuple[_ByAge, ...]
+    """Every member is in one of these."""
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         """Adds a stored key; `moment` is the value that `refresh` returned when its room was made."""
@@ -158,7 +160,7 @@ class CachePolicy:
 
     @property
     def num_unpinned(self) -> int:
-        raise NotImplementedError
+        return sum(each.num_unpinned for each in self._lists)
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
         """Removes the oldest members that are neither pinned nor protected, at most `num_keys`, and returns them.
@@ -175,37 +177,27 @@ class CachePolicy:
 
     def members(self) -> dict[OffloadKey, bool]:
         """Returns every member, and whether it is pinned: for `check_integrity`."""
-        raise NotImplementedError
+        return {key: is_pinned for each in self._lists for key, is_pinned in each.pinned().items()}
 
     def _home(self, key: OffloadKey) -> _ByAge:
         """Returns the list that has the member."""
-        raise NotImplementedError
+        return next((each for each in self._lists if key in each), self._lists[-1])
 
 
 class LRUPolicy(CachePolicy):
     """Evicts the least recently used key first."""
 
     def __init__(self) -> None:
-        self._keys = _ByAge()
-
-    def _home(self, key: OffloadKey) -> _ByAge:
-        return self._keys
-
-    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
-        self._keys.add(key, _Member(moment, place, is_pinned=False))
-
-    @property
-    def num_unpinned(self) -> int:
-        return self._keys.num_unpinned
-
-    def _evict_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
-        return self._keys.pop_oldest(protected)
+        self.clear()
 
     def clear(self) -> None:
-        self._keys = _ByAge()
+        self._lists = (_ByAge(),)
 
-    def members(self) -> dict[OffloadKey, bool]:
-        return self._keys.pinned()
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        self._lists[0].add(key, _Member(moment, place, is_pinned=False))
+
+    def _evict_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
+        return self._lists[0].pop_oldest(protected)
 
 
 class ARCPolicy(CachePolicy):
@@ -222,8 +214,11 @@ class ARCPolicy(CachePolicy):
     def __init__(self, num_chunks: int) -> None:
         assert num_chunks > 0, num_chunks
         self._capacity = num_chunks
+        self.clear()
+
+    def clear(self) -> None:
         self._target = 0.0
-        self._t1, self._t2 = _ByAge(), _ByAge()
+        self._lists = self._t1, self._t2 = _ByAge(), _ByAge()
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
 
@@ -248,10 +243,6 @@ class ARCPolicy(CachePolicy):
             member.moment = self._moment
             self._t2.add(key, member)
 
-    @property
-    def num_unpinned(self) -> int:
-        return self._t1.num_unpinned + self._t2.num_unpinned
-
     def _evict_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
         # REPLACE: from T1 while it is above its target, and from the other list if one is exhausted.
         lists = [(self._t1, self._b1), (self._t2, self._b2)]
@@ -261,18 +252,6 @@ class ARCPolicy(CachePolicy):
                 ghosts[key] = None
                 return key
         return None
-
-    def clear(self) -> None:
-        self._target = 0.0
-        self._t1, self._t2 = _ByAge(), _ByAge()
-        self._b1.clear()
-        self._b2.clear()
-
-    def members(self) -> dict[OffloadKey, bool]:
-        return self._t1.pinned() | self._t2.pinned()
-
-    def _home(self, key: OffloadKey) -> _ByAge:
-        return self._t1 if key in self._t1 else self._t2
 
     def _forget_oldest_ghosts(self) -> None:
         while len(self._t1) + len(self._b1) > self._capacity:
@@ -287,5 +266,5 @@ class ARCPolicy(CachePolicy):
         assert sizes[0] + sizes[2] <= self._capacity, sizes
         assert sum(sizes) <= 2 * self._capacity, sizes
         assert 0 <= self._target <= self._capacity, self._target
-        keys = self._t1.pinned().keys() | self._t2.pinned().keys() | self._b1.keys() | self._b2.keys()
+        keys = self.members().keys() | self._b1.keys() | self._b2.keys()
         assert len(keys) == sum(sizes), sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -12,7 +13,6 @@ from penstock.kernels import native
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.identity import cpu_kernels
 from penstock.models.weights import direct
-from penstock.runner.cpu.buffers import HostTableWriter
 from penstock.runner.cpu.inputs import TorchInputBuilder
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
 from penstock.runner.cpu.ngram import NgramSpeculator
@@ -77,3 +77,13 @@ def _make_attention(config: SchedulerConfig, execution: ExecutionConfig) -> Nati
 def _score(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLogprobs:
     rows = token_logprobs(logits, chosen, [num_top] * len(chosen))
     return lambda: rows
+
+
+class HostTableWriter:
+    """Writes tables directly (`TableWriter`)."""
+
+    def write(self, table: torch.Tensor, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
+        assert 0 <= start <= start + len(values) <= table.shape[1], (start, len(values), table.shape)
+        table[row, start : start + len(values)] = torch.as_tensor(values, dtype=table.dtype)
+
+    def apply(self) -> None: ...

@@ -2,7 +2,7 @@
 
     tiles      the sizes that may be tuned, in one table
     decode     the launches of a Llama-like layer's decode step: y = x @ W.T with the operations before and after it
-    prepare    the embedding at the head of the step
+    products   its kernels
     matmul     y = x @ W.T for any number of rows, every row in one order
 
 A decode step has no separate normalisation kernel. The kernel that writes the residual stream x also writes x * gain,

@@ -21,8 +21,8 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.kernels.triton.capabilities import Capabilities
-from penstock.kernels.triton.linear.prepare import prepare as prepare_kernel
 from penstock.kernels.triton.linear.products import gemm, gemv
+from penstock.kernels.triton.linear.products import prepare as prepare_kernel
 from penstock.kernels.triton.linear.tiles import BUCKETS, MAX_TOKENS, Role, Tile, choose
 
 _OPTIONAL = ("squares", "bias", "old_residual", "gain", "residual", "out", "side")

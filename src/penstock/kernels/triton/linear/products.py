@@ -1,4 +1,5 @@
-"""The two products of a decode step, y = x @ W.T: `gemv` for one token without tensor cores, `gemm` for more with them.
+"""The kernels of a decode step: `prepare`, which embeds its tokens, and its two products, y = x @ W.T, `gemv` for one
+token without tensor cores, and `gemm` for more with them.
 
 W is [N, K], row-major, in bfloat16, float16 or float32; x is [T, K] of the same dtype; sums are float32. If x is the
 `scaled` of a stream, whose squares are given in `num_parts`, sums are divided by the stream's rms. The weight is on the
@@ -181,3 +182,30 @@ def gather_sums(partials, tile_id, tile_rows: tl.constexpr, tile_tokens: tl.cons
         places = places_of_sums(tile_id * split + part, tile_rows, tile_tokens)
         acc += tl.load(partials + places, cache_modifier=".cg")
     return acc
+
+
+@triton.jit
+def prepare(
+    ids, table, gain, x, scaled, squares,
+    vocab: tl.constexpr, hidden: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """`ids` [T] int64, `table` [vocab, hidden], `gain` [hidden] -> `x` and `scaled` [T, hidden], `squares` [T, 1].
+
+        x = table[id];  scaled = x * gain, rounded;  squares = sum(x^2)
+
+    One program per token. An id outside of the table is a bug of the caller: it reads the nearest row rather than other
+    memory. A row's bits depend on its own id alone. This is the only kernel of a step that starts after all earlier
+    work is complete, so that the following kernels may read weights early.
+    """
+    begin_early(pdl)
+    token = tl.program_id(0)
+    place = tl.arange(0, block)
+    is_inside = place < hidden
+    row = tl.minimum(tl.maximum(tl.load(ids + token), 0), vocab - 1).to(tl.int64)
+    values = tl.load(table + row * hidden + place, mask=is_inside, other=0.0)
+    gains = tl.load(gain + place, mask=is_inside, other=0.0)
+    start = token.to(tl.int64) * hidden
+    tl.store(x + start + place, values, mask=is_inside)
+    wide = values.to(tl.float32)
+    tl.store(scaled + start + place, (wide * gains.to(tl.float32)).to(scaled.dtype.element_ty), mask=is_inside)
+    tl.store(squares + token, tl.sum(wide * wide))

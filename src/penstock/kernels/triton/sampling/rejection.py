@@ -102,22 +102,10 @@ def accept_or_resample(
     assert drafts.is_contiguous() and drafts.shape[1] == max_num_drafts, f"{drafts.stride()} {drafts.shape}"
     assert token_ids.shape == positions.shape == (len(logits),) and logits.stride(1) == 1, f"{token_ids.shape}"
     pointers = (
-        logits,
-        kept.logits,
-        positions,
-        drafts,
-        rows,
-        logits_start_loc,
-        tables.temperature,
-        tables.seed,
-        workspace.threshold,
-        workspace.tile_max,
-        workspace.tile_sum,
-        kept.tile_max,
-        kept.tile_sum,
-        residuals.sums,
-        residuals.whole,
-    )
+        logits, kept.logits, positions, drafts, rows, logits_start_loc, tables.temperature, tables.seed,
+        workspace.threshold, workspace.tile_max, workspace.tile_sum, kept.tile_max, kept.tile_sum,
+        residuals.sums, residuals.whole,
+    )  # fmt: skip
     shape = (vocab_size, logits.stride(0), TILE, num_tiles, padded_tiles(num_tiles), max_num_drafts)
     grid = (num_reqs * max_num_drafts, num_tiles)
     _sum_residuals[grid](*pointers, purposes[0], truncates, *shape, num_warps=_WARPS)

@@ -53,21 +53,10 @@ class RejectionVerifier:
         self._residuals = Residuals.allocate(kept)
 
     def verify(self, step: GpuSampledStep) -> None:
-        tensors = step.batch.tensors
-        accept_or_resample(
-            step.logits,
-            tensors.logits_positions,
-            self._drafts,
-            self._kept,
-            self._tables,
-            self._workspace,
-            step.truncates,
-            (int(Purpose.ACCEPT), int(Purpose.RESAMPLE)),
-            tensors.idx_mapping,
-            tensors.windows,
-            self._residuals,
-            step.token_ids,
-        )
+        tensors, purposes = step.batch.tensors, (int(Purpose.ACCEPT), int(Purpose.RESAMPLE))
+        drawn = (self._drafts, self._kept, self._tables, self._workspace, step.truncates, purposes)
+        out = (tensors.idx_mapping, tensors.windows, self._residuals, step.token_ids)
+        accept_or_resample(step.logits, tensors.logits_positions, *drawn, *out)
         self._exact.verify(step)
 
 
@@ -81,20 +70,9 @@ class SyntheticVerifier:
 
     def verify(self, step: GpuSampledStep) -> None:
         tensors, bitmasks = step.batch.tensors, step.bitmasks
-        toss(
-            step.token_ids,
-            tensors.logits_positions,
-            self._drafts,
-            self._seed,
-            self._rates,
-            int(Purpose.ACCEPT),
-            bitmasks.mask_of_row,
-            bitmasks.masks,
-            tensors.idx_mapping,
-            tensors.windows,
-            step.num_accepted,
-            step.num_real_drafts,
-        )
+        drawn = (self._drafts, self._seed, self._rates, int(Purpose.ACCEPT), bitmasks.mask_of_row, bitmasks.masks)
+        out = (tensors.idx_mapping, tensors.windows, step.num_accepted, step.num_real_drafts)
+        toss(step.token_ids, tensors.logits_positions, *drawn, *out)
 
 
 class DrawingPicker:

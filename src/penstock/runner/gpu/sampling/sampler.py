@@ -146,17 +146,9 @@ class GpuStepSampler:
     def _draw(self, logits: torch.Tensor, batch: InputBatch, truncates: bool, bitmasks: Bitmasks) -> None:
         step, drawn, num_logits = batch.tensors, self._sampled, len(logits)
         token_ids = drawn.token_ids[:num_logits]
-        sample(
-            logits,
-            step.logits_rows,
-            step.logits_positions,
-            self._rows.tables,
-            self._workspace,
-            int(Purpose.SAMPLE),
-            truncates,
-            token_ids,
-            drawn.verdicts[:num_logits],
-        )
+        tables = (self._rows.tables, self._workspace)
+        out = (token_ids, drawn.verdicts[:num_logits])
+        sample(logits, step.logits_rows, step.logits_positions, *tables, int(Purpose.SAMPLE), truncates, *out)
         if batch.host.has_drafts:
             num_reqs = len(step.idx_mapping)
             counts = (drawn.num_accepted[:num_reqs], drawn.num_real_drafts[:num_reqs])
@@ -165,24 +157,13 @@ class GpuStepSampler:
 
     def _score(self, logits: torch.Tensor, batch: InputBatch, with_top: bool) -> None:
         """Log probabilities are computed from the model's logits before any adjustment."""
-        score_tokens(
-            logits,
-            batch.tensors.logits_rows,
-            self._rows.num_top,
-            self._sampled.token_ids[: len(logits)],
-            LogprobsWorkspace.allocate(len(logits), logits.shape[1], self._device),
-            with_top,
-            self._sampled.records[: len(logits)],
-        )
+        rows = batch.tensors.logits_rows
+        workspace = LogprobsWorkspace.allocate(len(logits), logits.shape[1], self._device)
+        token_ids, records = self._sampled.token_ids[: len(logits)], self._sampled.records[: len(logits)]
+        score_tokens(logits, rows, self._rows.num_top, token_ids, workspace, with_top, records)
 
     def _finish(self, batch: InputBatch) -> None:
         states, step = self._states, batch.tensors
-        finish_step(
-            self._sampled.token_ids,
-            step.windows,
-            self._sampled.num_accepted[: len(step.idx_mapping)],
-            step.idx_mapping,
-            step.seq_lens,
-            states.num_computed_exact,
-            states.token_ids,
-        )
+        num_accepted = self._sampled.num_accepted[: len(step.idx_mapping)]
+        requests, tables = (step.idx_mapping, step.seq_lens), (states.num_computed_exact, states.token_ids)
+        finish_step(self._sampled.token_ids, step.windows, num_accepted, *requests, *tables)
