@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.router.bodies import parse_object
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.front_door import foreign, refuse, tell
+from penstock.router.front_door import reason_to_refuse, refuse, tell
 from penstock.router.http_server import Request, Response
 from penstock.router.instances import OPTIONS, Instance, Role, make_instance
 from penstock.router.observer import RouterObserver
@@ -53,7 +53,7 @@ class Admin:
         }
 
     async def handle(self, request: Request, response: Response) -> None:
-        if reason := foreign(request.header("host"), request.header("origin")):
+        if reason := reason_to_refuse(request.header("host"), request.header("origin")):
             return await refuse(response, 403, reason)
         path = request.target.partition("?")[0]
         if request.method == "POST" and path in self._actions:
@@ -109,7 +109,7 @@ class Admin:
             "running": self._dispatcher.num_live - self._dispatcher.num_queued,
             "instances": [
                 {
-                    **_named(member.instance),
+                    **_describe(member.instance),
                     "state": member.state.value,
                     "reason": member.reason,
                     "leaving": member.is_leaving,
@@ -124,7 +124,7 @@ class Admin:
         }
 
 
-def _named(instance: Instance) -> dict[str, str]:
+def _describe(instance: Instance) -> dict[str, str]:
     options = {name: getattr(instance, name) for name in OPTIONS}
     return {"url": instance.url, "role": instance.role.value, **{name: each for name, each in options.items() if each}}
 

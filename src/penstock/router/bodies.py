@@ -20,26 +20,26 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 """The requests whose prompt another instance can compute, if they have one."""
 _PARAMS = "kv_transfer_params"
 # In `kv_transfer_params`: these make an instance hold KV for another one, or fetch KV from an address.
-_HANDOVERS = ("do_remote_decode", "do_remote_prefill")
+_TRANSFER_PARAMS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 128
 _BYTES_PER_TOKEN = 4
 # Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
 # Headers of one connection (RFC 9110, 7.6.1), or generated for each.
-_OF_A_CONNECTION = frozenset(
+_CONNECTION_HEADERS = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
         "transfer-encoding", "upgrade", "host", "content-length", "expect",
     }
 )  # fmt: skip
 # A body that is forwarded unchanged keeps its length.
-_NOT_FOR_CLIENTS = _OF_A_CONNECTION - {"content-length"}
+_NOT_FOR_CLIENTS = _CONNECTION_HEADERS - {"content-length"}
 _KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_unavailable_error"}
 
 Headers = tuple[tuple[str, str], ...]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ClientRequest(msgspec.Struct, frozen=True):
     """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for a
     completion, None for others.
     """
@@ -65,7 +65,7 @@ def header_of(headers: Iterable[tuple[str, str]], name: str) -> str | None:
 
 def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Returns a client's headers for an instance: all, including authentication, except those of the connection."""
-    return tuple([each for each in headers if each[0].lower() not in _OF_A_CONNECTION])
+    return tuple([each for each in headers if each[0].lower() not in _CONNECTION_HEADERS])
 
 
 def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
@@ -142,7 +142,7 @@ def read_completion(headers: Headers, data: bytes) -> dict[str, Any]:
         )
     params = body.get(_PARAMS)
     if isinstance(params, dict):
-        body[_PARAMS] = {name: value for name, value in params.items() if name not in _HANDOVERS}
+        body[_PARAMS] = {name: value for name, value in params.items() if name not in _TRANSFER_PARAMS}
     return body
 
 
@@ -186,15 +186,15 @@ def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any])
     return data[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
 
 
-def prefill_serially(body: Mapping[str, Any]) -> bytes:
-    return _for_one_token(body, {"do_remote_decode": True, "do_remote_prefill": False})
+def serial_prefill_body(body: Mapping[str, Any]) -> bytes:
+    return _one_token_body(body, {"do_remote_decode": True, "do_remote_prefill": False})
 
 
-def prefill_beside(body: Mapping[str, Any], transfer_id: str) -> bytes:
-    return _for_one_token(body, {"do_remote_decode": True, "transfer_id": transfer_id})
+def concurrent_prefill_body(body: Mapping[str, Any], transfer_id: str) -> bytes:
+    return _one_token_body(body, {"do_remote_decode": True, "transfer_id": transfer_id})
 
 
-def decode_beside(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str, Any]:
+def concurrent_decode_params(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str, Any]:
     """Returns the decode instance's parameters in the concurrent style."""
     return {
         "do_remote_prefill": True,
@@ -204,11 +204,11 @@ def decode_beside(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str,
     }
 
 
-def _for_one_token(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+def _one_token_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
     """Returns the same request for one token, not streamed."""
-    asked = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
+    kept = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     limits = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
-    return encode({**asked, **limits, "stream": False, _PARAMS: params})
+    return encode({**kept, **limits, "stream": False, _PARAMS: params})
 
 
 def error_body(status: int, message: str) -> bytes:

@@ -127,7 +127,7 @@ class Dispatcher:
         self._queue: OrderedDict[Routed, None] = OrderedDict()
         self._live: set[Routed] = set()
         self._num_self_prefills = 0
-        self._next_late = math.inf
+        self._next_timeout = math.inf
 
     @property
     def num_queued(self) -> int:
@@ -207,21 +207,21 @@ class Dispatcher:
                 break
             self._queue.popitem(last=False)
             decided.append((request, decision))
-        if now >= self._next_late:
-            for request in [each for each in self._queue if now >= self._late_at(each)]:
+        if now >= self._next_timeout:
+            for request in [each for each in self._queue if now >= self._timeout_at(each)]:
                 del self._queue[request]
                 decided.append(
                     (request, Refusal(f"no instance was free within {self._limits.queue_timeout:g} seconds"))
                 )
-            self._next_late = min(map(self._late_at, self._queue), default=math.inf)
+            self._next_timeout = min(map(self._timeout_at, self._queue), default=math.inf)
         return decided
 
     @property
     def next_poll(self) -> float:
         """The earliest time at which a waiting request may time out."""
-        return self._next_late
+        return self._next_timeout
 
-    def _late_at(self, request: Routed) -> float:
+    def _timeout_at(self, request: Routed) -> float:
         return request.waits_since + self._limits.queue_timeout
 
     # ---- Decisions ----
@@ -232,7 +232,7 @@ class Dispatcher:
         self._move(request, Phase.WAITING)
         request.waits_since = now
         self._queue[request] = None
-        self._next_late = min(self._next_late, self._late_at(request))
+        self._next_timeout = min(self._next_timeout, self._timeout_at(request))
         if is_first:
             self._queue.move_to_end(request, last=False)
         return None
@@ -242,7 +242,7 @@ class Dispatcher:
         whole = self._with_room(pool.of(Role.SERVE, excluded))
         halves = self._with_room(pool.of(Role.DECODE, excluded))
         if not whole and not halves:
-            if pool.has_hope(Role.SERVE, excluded) or pool.has_hope(Role.DECODE, excluded):
+            if pool.may_serve_later(Role.SERVE, excluded) or pool.may_serve_later(Role.DECODE, excluded):
                 return None
             return Refusal(f"no instance is left that could answer{'; ' + failure if failure else ''}")
         prefills = pool.of(Role.PREFILL, excluded)

@@ -32,13 +32,13 @@ from penstock.utils.logging import get_logger
 logger = get_logger(__name__)
 
 # Another instance may succeed: this one is full, drains, or its engine has died.
-_ELSEWHERE = (502, 503, 504)
+_RETRIED_STATUSES = (502, 503, 504)
 # The usage of a streamed answer is in its last events.
 _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
 
 
-class ClientsError(Exception):
+class RejectedByPrefillError(Exception):
     """The prefill instance reports an error of the request, which is forwarded to the client."""
 
     def __init__(self, status: int, headers: bodies.Headers, body: bytes) -> None:
@@ -82,7 +82,7 @@ class _Attempt(msgspec.Struct, frozen=True):
 
     request: Routed
     plan: Plan
-    asked: bodies.Asked
+    incoming: bodies.ClientRequest
     since: float
     tail: _Tail
 
@@ -108,30 +108,30 @@ class Exchanges:
         self._waiting: dict[Routed, asyncio.Future[Plan | Refusal]] = {}
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
 
-    async def answer(self, asked: bodies.Asked, client: Response) -> None:
+    async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
-        request = Routed(asked.is_divisible)
+        request = Routed(incoming.is_divisible)
         is_over, since, tail = False, self._clock.now(), _Tail()
         decision: Decision = None
-        self._observer.arrived(asked)
+        self._observer.arrived(incoming)
         try:
             try:
-                request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked)
+                request.num_prompt_tokens, request.cached = await self._prompts.look_up(incoming)
             except AnswerLostError as error:
                 logger.warning("a prompt could not be tokenized: %s", error)
                 request.num_lost = error.num_sent
-                request.num_prompt_tokens = bodies.estimate_tokens(len(asked.body))
+                request.num_prompt_tokens = bodies.estimate_tokens(len(incoming.body))
             decision = self._dispatcher.submit(request, self._clock.now())
             while not is_over:
                 if decision is None:
                     decision = await self._wait(request)
                 if isinstance(decision, Refusal):
                     await _refuse(client, decision)
-                    self._observer.refused(asked, self._clock.now() - since, was_tried=bool(request.failed))
+                    self._observer.refused(incoming, self._clock.now() - since, was_tried=bool(request.failed))
                     break
-                self._observer.planned(asked, decision, is_retry=bool(request.failed))
+                self._observer.planned(incoming, decision, is_retry=bool(request.failed))
                 try:
-                    await self._answer(_Attempt(request, decision, asked, since, tail), client)
+                    await self._answer(_Attempt(request, decision, incoming, since, tail), client)
                     is_over = True
                 except _InstanceFailedError as failure:
                     self._observer.failed(failure.instance)
@@ -143,9 +143,9 @@ class Exchanges:
         except (asyncio.CancelledError, OSError):
             if tail.is_last and isinstance(decision, Plan):
                 # Some clients close the connection at the last event, and do not wait for the body's end.
-                self._observer.answered(asked, decision.target, 200, self._clock.now() - since, tail.data)
+                self._observer.answered(incoming, decision.target, 200, self._clock.now() - since, tail.data)
             else:
-                self._observer.left(asked)
+                self._observer.left(incoming)
             raise
         finally:
             self._dispatcher.end(request)
@@ -174,43 +174,45 @@ class Exchanges:
 
     async def _answer(self, attempt: _Attempt, client: Response) -> None:
         """Raises _InstanceFailedError if nothing has been written."""
-        prefill, asked = attempt.plan.prefill, attempt.asked
+        prefill, incoming = attempt.plan.prefill, attempt.incoming
         try:
-            if prefill is None or asked.completion is None:
-                await self._stream(attempt, asked.body, client, None)
+            if prefill is None or incoming.completion is None:
+                await self._stream(attempt, incoming.body, client, None)
             elif prefill.bootstrap:
-                await self._answer_beside(attempt, prefill, asked.completion, client)
+                await self._run_both_halves(attempt, prefill, incoming.completion, client)
             else:
-                params = await self._prefill(attempt, prefill, bodies.prefill_serially(asked.completion))
+                params = await self._prefill(attempt, prefill, bodies.serial_prefill_body(incoming.completion))
                 self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=True)
-                data = asked.body if params is None else bodies.with_params(asked.body, asked.completion, params)
+                data = (
+                    incoming.body if params is None else bodies.with_params(incoming.body, incoming.completion, params)
+                )
                 await self._stream(attempt, data, client, None)
-        except ClientsError as error:
+        except RejectedByPrefillError as error:
             await client.whole(error.status, error.headers, error.body)
             assert prefill is not None, "only a prefill instance's answer is an error"
-            self._observer.answered(asked, prefill, error.status, self._clock.now() - attempt.since, b"")
+            self._observer.answered(incoming, prefill, error.status, self._clock.now() - attempt.since, b"")
 
-    async def _answer_beside(
+    async def _run_both_halves(
         self, attempt: _Attempt, prefill: Instance, body: dict[str, Any], client: Response
     ) -> None:
         """Runs both halves at once; a failure of the prefill instance counts only before the answer has begun."""
         transfer_id = f"xfer-{uuid.uuid4().hex}"
         engine_id = await self._engine_id(prefill)
-        params = bodies.decode_beside(transfer_id, prefill.bootstrap, engine_id)
-        asked = bodies.prefill_beside(body, transfer_id)
-        async with _beside(self._prefill(attempt, prefill, asked)) as prefilling:
-            data = bodies.with_params(attempt.asked.body, body, params)
+        params = bodies.concurrent_decode_params(transfer_id, prefill.bootstrap, engine_id)
+        prefill_body = bodies.concurrent_prefill_body(body, transfer_id)
+        async with _concurrently(self._prefill(attempt, prefill, prefill_body)) as prefilling:
+            data = bodies.with_params(attempt.incoming.body, body, params)
             await self._stream(attempt, data, client, prefilling)
 
     async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
-        """Returns the KV parameters for the decode instance. Raises ClientsError and _InstanceFailedError."""
-        headers = bodies.headers_for_prefill(attempt.asked.headers)
-        call = Call("POST", prefill.url + attempt.asked.target, headers, data)
+        """Returns the KV parameters for the decode instance. Raises RejectedByPrefillError and _InstanceFailedError."""
+        headers = bodies.headers_for_prefill(attempt.incoming.headers)
+        call = Call("POST", prefill.url + attempt.incoming.target, headers, data)
         status, answered, content = await self._fetch(prefill, call, self._timeouts.prefill)
         if 400 <= status < 500:
-            raise ClientsError(status, answered, content)
+            raise RejectedByPrefillError(status, answered, content)
         if status != 200:
-            raise self._failure(prefill, _elsewhere(status, answered))
+            raise self._failure(prefill, _unavailable(status, answered))
         return (bodies.parse_object(content) or {}).get("kv_transfer_params")
 
     async def _engine_id(self, prefill: Instance) -> Any:
@@ -235,8 +237,8 @@ class Exchanges:
         self, attempt: _Attempt, data: bytes, client: Response, prefilling: asyncio.Task[Any] | None
     ) -> None:
         """Forwards the target's answer, byte for byte, from its first byte on; before that raises as `_answer`."""
-        asked, target = attempt.asked, attempt.plan.target
-        call = Call(asked.method, target.url + asked.target, asked.headers, data)
+        incoming, target = attempt.incoming, attempt.plan.target
+        call = Call(incoming.method, target.url + incoming.target, incoming.headers, data)
         try:
             async with asyncio.timeout(None) as scope:
                 with self._watched(target, scope):
@@ -251,13 +253,13 @@ class Exchanges:
             self._observer.failed(target)
             logger.warning("an answer has been cut: %s: %s", target.url, failure)
             client.cut()
-            self._observer.cut(asked)
+            self._observer.cut(incoming)
             return
-        self._observer.answered(asked, target, answer.status, self._clock.now() - attempt.since, attempt.tail.data)
+        self._observer.answered(incoming, target, answer.status, self._clock.now() - attempt.since, attempt.tail.data)
 
     async def _pass_on(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> None:
-        if answer.status in _ELSEWHERE:
-            raise _elsewhere(answer.status, answer.headers)
+        if answer.status in _RETRIED_STATUSES:
+            raise _unavailable(answer.status, answer.headers)
 
         def take(part: bytes, is_last: bool) -> bool:
             is_first = attempt.request.phase is not Phase.ANSWERING
@@ -301,7 +303,7 @@ async def _refuse(client: Response, refusal: Refusal) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task[Any]]:
+async def _concurrently(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task[Any]]:
     """Runs `work` concurrently with the body, and cancels it at the body's end."""
     task = asyncio.create_task(work)
     try:
@@ -311,7 +313,7 @@ async def _beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _elsewhere(status: int, headers: bodies.Headers) -> PeerError:
+def _unavailable(status: int, headers: bodies.Headers) -> PeerError:
     """Returns the error of an instance that cannot answer, for another one to be tried.
 
     An instance that has refused a request names the time after which to send it again; one that has died does not.

@@ -36,18 +36,18 @@ class FrontDoor:
         self._observer = observer
         self._is_local = is_local
         self._is_closing = False
-        self._own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
+        self._own_routes = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
 
     def close(self) -> None:
         """Makes `/ready` fail and refuses new requests from now on."""
         self._is_closing = True
 
     async def handle(self, request: Request, response: Response) -> None:
-        if self._is_local and (reason := foreign(request.header("host"), request.header("origin"))):
+        if self._is_local and (reason := reason_to_refuse(request.header("host"), request.header("origin"))):
             return await refuse(response, 403, reason)
         path, question, query = request.target.partition("?")
         path = unquote(path) if "%" in path else path
-        own = self._own.get(path) if request.method in ("GET", "HEAD") else None
+        own = self._own_routes.get(path) if request.method in ("GET", "HEAD") else None
         if own is not None:
             return await own(request, response)
         if self._is_closing:
@@ -60,7 +60,7 @@ class FrontDoor:
         headers = bodies.forwarded_headers(request.headers)
         completions = bodies.completion_path(request.method, path)
         if completions is None:
-            asked = bodies.Asked(request.method, path, request.target, headers, request.body)
+            incoming = bodies.ClientRequest(request.method, path, request.target, headers, request.body)
         else:
             try:
                 body = bodies.read_completion(headers, request.body)
@@ -68,8 +68,8 @@ class FrontDoor:
                 return await refuse(response, 400, str(error))
             target = completions + question + query
             headers = bodies.headers_for_json(headers)
-            asked = bodies.Asked(request.method, completions, target, headers, bodies.encode(body), body)
-        return await self._exchanges.answer(asked, response)
+            incoming = bodies.ClientRequest(request.method, completions, target, headers, bodies.encode(body), body)
+        return await self._exchanges.answer(incoming, response)
 
     async def _health(self, _: Request, response: Response) -> None:
         await tell(response, 200, {"status": "draining" if self._is_closing else "ok", "reason": None})
@@ -88,7 +88,7 @@ class FrontDoor:
         await response.whole(200, (("Content-Type", content_type),), body)
 
 
-def foreign(host: str | None, origin: str | None) -> str | None:
+def reason_to_refuse(host: str | None, origin: str | None) -> str | None:
     """Returns why a port without authentication on a loopback address refuses a request with these headers (DNS
     rebinding, simple requests of web pages); None if it does not.
     """

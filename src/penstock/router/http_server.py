@@ -38,7 +38,7 @@ _STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n" for each
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _WITHOUT_BODY = (204, 304)
-_OF_AN_OFFER = ("connection", "upgrade")
+_UPGRADE_HEADERS = ("connection", "upgrade")
 _JSON = ("Content-Type", "application/json")
 
 
@@ -49,7 +49,7 @@ class Request(msgspec.Struct, frozen=True):
     target: str
     headers: Headers
     body: bytes
-    is_old: bool
+    is_http_1_0: bool
     is_kept: bool
 
     def header(self, name: str) -> str | None:
@@ -77,13 +77,13 @@ class Response:
             is_measured = is_measured or name.lower() == "content-length"
         if not is_measured and self._request.method != "HEAD" and status not in _WITHOUT_BODY:
             # For clients without chunked encoding, the end of the connection is the end of the body.
-            self._is_chunked = not self._request.is_old
+            self._is_chunked = not self._request.is_http_1_0
             self.is_kept = self.is_kept and self._is_chunked
             if self._is_chunked:
                 lines.append("Transfer-Encoding: chunked\r\n")
         if not self.is_kept:
             lines.append("Connection: close\r\n")
-        elif self._request.is_old:
+        elif self._request.is_http_1_0:
             lines.append("Connection: keep-alive\r\n")
         lines.append("\r\n")
         self._head = encoded("".join(lines))
@@ -300,7 +300,7 @@ class Connection(asyncio.Protocol):
             self._refuse(405, "this is not a proxy for other protocols")
             return
         lines = [f"{self._parser.get_method().decode()} {decoded(self._target)} HTTP/1.1\r\n"]
-        lines += [f"{name}: {value}\r\n" for name, value in self._headers if name.lower() not in _OF_AN_OFFER]
+        lines += [f"{name}: {value}\r\n" for name, value in self._headers if name.lower() not in _UPGRADE_HEADERS]
         self._parser = httptools.HttpRequestParser(self)
         self.data_received(encoded("".join(lines)) + b"\r\n" + rest)
 
@@ -329,13 +329,13 @@ async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
-    def close_late() -> None:
+    def close_overdue() -> None:
         nonlocal sweep
         for each in [each for each in connections if each.deadline < loop.time()]:
             each.abort()
-        sweep = loop.call_later(_SWEEP_SECONDS, close_late)
+        sweep = loop.call_later(_SWEEP_SECONDS, close_overdue)
 
-    sweep = loop.call_later(_SWEEP_SECONDS, close_late)
+    sweep = loop.call_later(_SWEEP_SECONDS, close_overdue)
     try:
         yield f"http://{in_url(host)}:{server.sockets[0].getsockname()[1]}"
     finally:

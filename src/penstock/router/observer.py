@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
+
 from penstock.metrics.router import InstanceView, RouterMetrics, route_of
-from penstock.router.bodies import Asked
+from penstock.router.bodies import ClientRequest
 from penstock.router.dispatcher import Dispatcher, Plan
 from penstock.router.health import HealthChecks
 from penstock.router.instances import Instance, Role, State
 from penstock.router.kv_subscriptions import KVSubscriptions
-from penstock.router.usage import usage_of
 
 _REFUSED = 503
+# Quotation marks inside JSON strings are escaped, so generated text cannot match.
+_USAGE = re.compile(rb'[{,]\s*"usage"\s*:\s*(?=\{)')
 
 
 class RouterObserver:
@@ -23,12 +28,12 @@ class RouterObserver:
 
     # ---- Calls from `Exchanges` ----
 
-    def arrived(self, asked: Asked) -> None:
-        self._metrics.count("vllm_router_requests", 1, route_of(asked.path))
+    def arrived(self, incoming: ClientRequest) -> None:
+        self._metrics.count("vllm_router_requests", 1, route_of(incoming.path))
 
-    def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None:
+    def planned(self, incoming: ClientRequest, plan: Plan, *, is_retry: bool) -> None:
         count = self._metrics.count
-        route = route_of(asked.path)
+        route = route_of(incoming.path)
         if is_retry:
             count("vllm_router_retries", 1, route)
         count("vllm_router_processed_requests", 1, plan.target.url)
@@ -49,16 +54,16 @@ class RouterObserver:
             self._metrics.count(f"vllm_router_pd_{half}_errors", 1, instance.url)
         self._checks.check_soon(instance.url)
 
-    def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
+    def refused(self, incoming: ClientRequest, seconds: float, *, was_tried: bool) -> None:
         """Called when no instance could answer; `was_tried`: at least one request was sent."""
         if was_tried:
-            self._metrics.count("vllm_router_retries_exhausted", 1, route_of(asked.path))
-        self._metrics.on_answer(asked.path, _REFUSED, seconds)
-        self._metrics.on_error(asked.path, "no_instance")
+            self._metrics.count("vllm_router_retries_exhausted", 1, route_of(incoming.path))
+        self._metrics.on_answer(incoming.path, _REFUSED, seconds)
+        self._metrics.on_error(incoming.path, "no_instance")
 
-    def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
+    def answered(self, incoming: ClientRequest, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
         """`tail` is the end of the answer's body, including its usage if it has one."""
-        self._metrics.on_answer(asked.path, status, seconds)
+        self._metrics.on_answer(incoming.path, status, seconds)
         usage = usage_of(tail)
         if usage is not None:
             self._metrics.count("penstock_router_prompt_tokens", usage.num_prompt, instance.url)
@@ -72,12 +77,12 @@ class RouterObserver:
         prompt, cached = self._hits.get(url, (0, 0))
         return cached / prompt if prompt else None
 
-    def cut(self, asked: Asked) -> None:
-        self._metrics.on_error(asked.path, "cut")
+    def cut(self, incoming: ClientRequest) -> None:
+        self._metrics.on_error(incoming.path, "cut")
 
-    def left(self, asked: Asked) -> None:
+    def left(self, incoming: ClientRequest) -> None:
         """Called when the client has disconnected before its answer was complete."""
-        self._metrics.on_error(asked.path, "client_left")
+        self._metrics.on_error(incoming.path, "client_left")
 
     # ---- Metrics and page ----
 
@@ -102,3 +107,33 @@ class RouterObserver:
 
     def render(self, accept: str) -> tuple[bytes, str]:
         return self._metrics.render(accept, self.instances(), self._dispatcher.num_queued)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts tokens. `num_cached` of the prompt's tokens were found in the instance's prefix cache, or were loaded."""
+
+    num_prompt: int = 0
+    num_output: int = 0
+    num_cached: int = 0
+
+
+def usage_of(tail: bytes) -> Usage | None:
+    """Returns the last usage in the end of a body, streamed or whole; None if it has none.
+
+    The instance that answers counts the whole prompt, so of two halves only its usage is read.
+    """
+    starts = list(_USAGE.finditer(tail)) if b'"usage"' in tail else ()
+    if not starts:
+        return None
+    try:
+        found, _ = json.JSONDecoder().raw_decode(tail[starts[-1].end() :].decode("utf-8", "replace"))
+    except ValueError:
+        return None
+    details = found.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    return Usage(_count(found.get("prompt_tokens")), _count(found.get("completion_tokens")), _count(cached))
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0

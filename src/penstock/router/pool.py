@@ -91,13 +91,13 @@ class Pool:
         member.is_leaving = member.is_leaving or remove
         if member.state is State.READY:
             self._move(member, Signal.DRAINING)
-        self._drop_if_done(member)
+        self._remove_if_idle(member)
 
     def resume(self, url: str) -> None:
         """Ends `drain`: the instance gets requests again after its next ready signal."""
         self.add(self._members[url].instance)
 
-    def _drop_if_done(self, member: Member) -> None:
+    def _remove_if_idle(self, member: Member) -> None:
         if member.is_leaving and not member.num_outstanding:
             self._members.pop(member.url, None)
             self._ready = None
@@ -133,15 +133,15 @@ class Pool:
     def of(self, role: Role, excluded: Collection[str] = ()) -> Sequence[Member]:
         """Returns the members that may get requests."""
         if self._ready is None:
-            self._ready = self._ready_now()
+            self._ready = self._find_ready()
         ready = self._ready[role]
         return [each for each in ready if each.url not in excluded] if excluded else ready
 
-    def _ready_now(self) -> Mapping[Role, Sequence[Member]]:
+    def _find_ready(self) -> Mapping[Role, Sequence[Member]]:
         ready = [each for each in self._members.values() if each.state is State.READY]
         return {role: tuple(each for each in ready if each.instance.role is role) for role in Role}
 
-    def has_hope(self, role: Role, excluded: Collection[str] = ()) -> bool:
+    def may_serve_later(self, role: Role, excluded: Collection[str] = ()) -> bool:
         """Returns whether an instance accepts requests, or may do so again without the operator's intervention."""
         return any(
             each.instance.role is role
@@ -189,10 +189,10 @@ class Pool:
         self.prompt_is_computed(lease)
         self._leases.discard(lease)
         lease.member.num_outstanding -= 1
-        self._drop_if_done(lease.member)
+        self._remove_if_idle(lease.member)
 
     def check_integrity(self) -> None:
-        assert self._ready in (None, self._ready_now()), self._ready
+        assert self._ready in (None, self._find_ready()), self._ready
         for member in self._members.values():
             held = [lease for lease in self._leases if lease.member is member]
             assert member.num_outstanding == len(held), (member.url, member.num_outstanding, len(held))

@@ -33,8 +33,8 @@ _TEMPLATE_FIELDS = (
 class EstimatedPrompts:
     """Estimates lengths; uses no caches and queries no instance."""
 
-    async def look_up(self, asked: bodies.Asked) -> tuple[int, Mapping[str, int]]:
-        return bodies.estimate_tokens(len(asked.body)), {}
+    async def look_up(self, incoming: bodies.ClientRequest) -> tuple[int, Mapping[str, int]]:
+        return bodies.estimate_tokens(len(incoming.body)), {}
 
 
 class TokenizedPrompts:
@@ -45,32 +45,32 @@ class TokenizedPrompts:
         self._upstream = upstream
         self._views = views
 
-    async def look_up(self, asked: bodies.Asked) -> tuple[int, Mapping[str, int]]:
+    async def look_up(self, incoming: bodies.ClientRequest) -> tuple[int, Mapping[str, int]]:
         """Returns the prompt's tokens, estimated if unknown, and how many of them instances have, by URL.
 
         Raises AnswerLostError.
         """
-        estimated = bodies.estimate_tokens(len(asked.body)), {}
+        estimated = bodies.estimate_tokens(len(incoming.body)), {}
         # If requests wait, they go to the next instance with room, so tokenizing would only add work.
         if self._dispatcher.num_queued or not any(self._views.num_blocks.values()):
             return estimated
         ready = [each for each in self._dispatcher.pool if each.state is State.READY]
-        body = asked.completion if _is_choice(ready) else None
+        body = incoming.completion if _is_choice(ready) else None
         if body is None:
             return estimated
-        tokens = await self._tokens(asked, body, min(ready, key=lambda each: each.num_outstanding))
+        tokens = await self._tokens(incoming, body, min(ready, key=lambda each: each.num_outstanding))
         if not tokens:
             return estimated
-        return len(tokens), self._views.cached(PromptKeys(tokens, salts_of(asked.headers, body)))
+        return len(tokens), self._views.cached(PromptKeys(tokens, salts_of(incoming.headers, body)))
 
-    async def _tokens(self, asked: bodies.Asked, body: Mapping[str, Any], member: Member) -> Sequence[int]:
-        given = bodies.only_prompt(body) if asked.path != _CHAT else None
+    async def _tokens(self, incoming: bodies.ClientRequest, body: Mapping[str, Any], member: Member) -> Sequence[int]:
+        given = bodies.only_prompt(body) if incoming.path != _CHAT else None
         if isinstance(given, list):
             return given
-        question = question_of(asked.path, body, given)
+        question = question_of(incoming.path, body, given)
         if question is None:
             return ()
-        call = Call("POST", f"{member.url}/tokenize", bodies.headers_for_prefill(asked.headers), question)
+        call = Call("POST", f"{member.url}/tokenize", bodies.headers_for_prefill(incoming.headers), question)
         try:
             status, _, content = await fetch(self._upstream, call, _TIMEOUT_S)
             return tokens_of(content) if status == 200 else ()
@@ -84,8 +84,8 @@ class TokenizedPrompts:
 def question_of(path: str, body: Mapping[str, Any], prompt: object) -> bytes | None:
     """Returns the body of `POST /tokenize`; None if it could not be answered."""
     if path == _CHAT:
-        asked = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
-        return json.dumps(asked).encode() if "messages" in body else None
+        fields = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+        return json.dumps(fields).encode() if "messages" in body else None
     model = {"model": body["model"]} if "model" in body else {}
     return json.dumps({**model, "prompt": prompt}).encode() if isinstance(prompt, str) else None
 
