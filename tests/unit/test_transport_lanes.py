@@ -143,3 +143,12 @@ def test_no_transfer_waits_for_lanes_that_could_not_be_opened(transport: Scripte
         lane.may_open.set()
     assert transport.end_of(queued) is SETTLED
     assert transport.peer.is_lost
+
+
+def test_a_peer_that_two_threads_connect_at_once_is_connected_once(transport: ScriptedTransport) -> None:
+    again, lane = Peer(transport.peer.address, 64), ScriptedLane()
+    transport._begin(again, lane)
+    assert again.is_lost
+    assert not transport.peer.is_lost
+    transport.lane.tell(True)
+    assert transport.end_of(transport.read()) is TransferState.DONE

@@ -38,7 +38,7 @@ from penstock.utils.cores import usable_cores
 from penstock.utils.errors import ConfigError, EngineDeadError, PeerError
 from penstock.utils.hosts import free_port
 from penstock.utils.interrupts import interrupts_blocked
-from penstock.worker.messages import CODEC, LoadWorker, Rendezvous
+from penstock.worker.messages import LoadWorker, Rendezvous
 
 try:
     import ray
@@ -247,7 +247,8 @@ class RankActor:
         """Returns when the executor disconnects. A rank that fails reports why over the connection and ends the
         process.
         """
-        # Imported here: the driver needs no torch.
+        # Imported here: the driver needs no torch, and Ray cannot send a codec with this class.
+        from penstock.worker.messages import CODEC
         from penstock.worker.worker_process import live
 
         # Ray forwards it to the program, whose output libraries must not mix with.

@@ -218,7 +218,8 @@ class PeerTransport(Generic[_Address]):
                 if peer.control is not None:
                     peer.control.close()
                 raise
-            self._peers[peer.address.peer_id] = peer
+            if self._peers.setdefault(peer.address.peer_id, peer) is not peer:
+                self._lose(peer)  # another thread has connected meanwhile
 
     def _start(self, peer: Peer, lane: Lane) -> None:
         """Starts the thread of a lane, which ends at once after a PeerError. Called with the lock held."""
