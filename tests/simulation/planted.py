@@ -151,13 +151,6 @@ BUGS = (
         "False",
     ),
     bug(
-        "a preempted request's blocks are free while steps are in flight",
-        "loads_behind_steps",
-        "core.scheduler:Scheduler._rewind",
-        "self._kv.release(request, self._step)",
-        "self._kv.release(request, 0)",
-    ),
-    bug(
         "a finished request's blocks are free while steps are in flight",
         "abort_storm",
         "core.scheduler:Scheduler._free",
@@ -184,13 +177,6 @@ BUGS = (
         "core.remote_kv:RemoteKV._on_released",
         "self._kv.unpin(event.transfer_id)",
         "pass",
-    ),
-    bug(
-        "the pin of a finished request is named by its id alone",
-        "id_reuse",
-        "core.request:Request.hold_id",
-        "self.arrival_index",
-        "0",
     ),
     bug(
         "pinned blocks become available",
@@ -233,13 +219,6 @@ BUGS = (
         "if True:",
     ),
     bug(
-        "a load is retried forever",
-        "wrong_bytes",
-        "core.remote_kv:RemoteKV.match",
-        "request.num_failed_loads >= MAX_FAILED_LOADS",
-        "False",
-    ),
-    bug(
         "blocks that a load did not fill are published",
         "failing_loads",
         "core.remote_kv:RemoteKV._on_ended",
@@ -273,77 +252,6 @@ BUGS = (
         "core.scheduler:Scheduler._finish",
         "self._finished_request_ids.add(request.request_id)",
         "pass",
-    ),
-    bug(
-        "a load writes into the block before it, which others read",
-        "shared_store",
-        "simulation.store:StoreScheduler.update_state_after_alloc",
-        "range(num_computed_tokens // size, end // size)",
-        "range(max(0, num_computed_tokens // size - 1), end // size)",
-    ),
-    bug(
-        "the engine's life is left out of transfer ids",
-        "reports_of_an_old_life",
-        "simulation.store:StoreScheduler._on_wire",
-        "epoch=str(self._life)",
-        "epoch=self._life[:-2]",
-        "simulation.store:StoreScheduler.update_connector_output",
-        "transfer_id.epoch != self._life",
-        "transfer_id.epoch != self._life[:-2]",
-    ),
-    bug(
-        "the drafter's layers are not stored",
-        "shared_store_with_drafts",
-        "simulation.store_worker:StoreWorker._parts",
-        "for head in self._view.heads)",
-        'for head in self._view.heads if not name.startswith("draft"))',
-        "simulation.store:BlockStore.parts",
-        "return self._parts[group]",
-        'return frozenset(part for part in self._parts[group] if not part[0].startswith("draft"))',
-        "simulation.store:BlockStore.end_save",
-        "self._parts[entry.key[0]]",
-        "self.parts(entry.key[0])",
-        "simulation.store:BlockStore.check_digests",
-        "sorted(self._parts[group])",
-        "sorted(self.parts(group))",
-    ),
-    bug(
-        "loaded blocks are not compared with their digests",
-        "wrong_bytes",
-        "simulation.store_worker:StoreWorker._is_right",
-        "return all(",
-        "return True or all(",
-    ),
-    bug(
-        "a block is copied for its save after the step has written to it",
-        "preemption_during_saves",
-        "simulation.store_worker:StoreWorker.begin_step",
-        "for job in metadata.saves:",
-        "for job in ():",
-        "simulation.store_worker:StoreWorker.wait_for_save",
-        "for job in self._metadata.saves:",
-        "kept = self._metadata\n"
-        "    for job in kept.saves:\n"
-        "        save = _Open(job, is_load=False, started=self._clock.now())\n"
-        "        if job.is_staged:\n"
-        "            self._stage(save)\n"
-        "        save.digests = [digest(self._part(c, part)) for c in job.copies for part in self._parts(c)]\n"
-        "        self._staged[job.transfer_id] = save\n"
-        "    for job in self._metadata.saves:",
-    ),
-    bug(
-        "a load never unpins what it has read",
-        "shared_store",
-        "simulation.store:StoreScheduler._end_load",
-        "self._store.unpin(entry, self._life)",
-        "pass",
-    ),
-    bug(
-        "a block with a missing part is accepted",
-        "one_of_n_shards",
-        "simulation.store:BlockStore.end_save",
-        "if digests.keys() == self._parts[entry.key[0]]:",
-        "if digests:",
     ),
     bug(
         "a tier returns a key's bytes without comparing the digest",
@@ -422,7 +330,7 @@ BUGS = (
         "several_connectors",
         "kv_transfer.multi:MultiWorker.get_finished",
         "_of_child(report, name)",
-        '_of_child(report, "store")',
+        '_of_child(report, "tiers")',
     ),
     bug(
         "loads alternate with a request that needs their blocks",
@@ -451,13 +359,6 @@ BUGS = (
         "executor.executor:Executor.initialize",
         "each.shard: each.handshake for",
         "each.shard: each.handshake if each.shard == (0, 0) else None for",
-    ),
-    bug(
-        "a connector without pipeline ranks accepts the handshakes of several stages",
-        "stages_refused",
-        "kv_transfer.null:set_handshakes_of_one_stage",
-        "if any(pp_rank > 0 for pp_rank, _ in payloads):",
-        "if False:",
     ),
     bug(
         "a failure that a shard reports later is ignored",

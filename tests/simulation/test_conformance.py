@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 
 from penstock.kv_transfer.connector import Match, RequestView
+from penstock.kv_transfer.offload.scheduler import OffloadingScheduler
+from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.transports.base import TransferState
 from penstock.messages.kv_transfer import KVConnectorOutput
-from penstock.simulation.backing import Backing, StoreBacking
+from penstock.simulation.backing import Backing
+from penstock.simulation.backings import BACKINGS
 from penstock.simulation.conformance import CONNECTOR_SCENARIOS, TransportRig, check_connector, check_transport, runs_of
 from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric, MemoryTransport
-from penstock.simulation.scenarios import SCENARIOS
-from penstock.simulation.store import StoreScheduler
-from penstock.simulation.store_worker import StoreWorker
 from penstock.simulation.tiers import OffloadBacking
 from penstock.utils.clock import ManualClock
 
 
 @pytest.mark.spread(5)
 @pytest.mark.parametrize("scenario", [*CONNECTOR_SCENARIOS, "other_split"])
-def test_the_store_conforms(scenario: str) -> None:
-    check_connector(StoreBacking, (scenario,), num_seeds=4, same_split=scenario != "other_split")
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name.startswith("offload")])
 def test_the_tiers_conform(scenario: str) -> None:
-    check_connector(OffloadBacking, (scenario,), num_seeds=6)
+    check_connector(OffloadBacking, (scenario,), num_seeds=4, same_split=scenario != "other_split")
+
+
+@pytest.mark.parametrize("scenario", ["pd_many", "held_blocks", "several_connectors", "several_connectors_fail"])
+def test_connectors_between_engines_conform(scenario: str) -> None:
+    backing = "several" if scenario.startswith("several") else "p2p"
+    check_connector(BACKINGS[backing], (scenario,), num_seeds=3, same_split=False)
 
 
 def test_an_engine_without_a_connector_conforms() -> None:
@@ -52,24 +52,24 @@ def test_the_memory_transport_conforms(delay: float) -> None:
 def test_a_match_that_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(range(0, 10_000, 4))
 
-    def fickle(self: StoreScheduler, request: RequestView, num_computed_tokens: int) -> Match:
+    def fickle(self: OffloadingScheduler, request: RequestView, num_computed_tokens: int) -> Match:
         return Match(next(answers) % 8, is_async=True)
 
-    monkeypatch.setattr(StoreScheduler, "get_num_new_matched_tokens", fickle)
+    monkeypatch.setattr(OffloadingScheduler, "get_num_new_matched_tokens", fickle)
     with pytest.raises(AssertionError, match="was promised"):
-        check_connector(StoreBacking)
+        check_connector(OffloadBacking)
 
 
 def test_a_rank_that_reports_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = StoreWorker.get_finished
+    real = OffloadingWorker.get_finished
 
-    def twice(self: StoreWorker, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+    def twice(self: OffloadingWorker, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         output = real(self, finished_request_ids)
         return KVConnectorOutput(output.reports * 2)
 
-    monkeypatch.setattr(StoreWorker, "get_finished", twice)
+    monkeypatch.setattr(OffloadingWorker, "get_finished", twice)
     with pytest.raises(AssertionError, match="ends twice"):
-        check_connector(StoreBacking)
+        check_connector(OffloadBacking)
 
 
 def test_a_transport_that_reads_from_a_restarted_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,9 @@ from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
-from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric, MemoryTransport
+from penstock.simulation.memory_transport import Fault, FaultKind
 from penstock.simulation.ranks import RankConfig
 from penstock.simulation.setup import Setup
-from penstock.simulation.store import BlockStore, Entry, StorePolicy, StoreScheduler
-from penstock.simulation.store_worker import LayerwiseStoreWorker, StoreWorker
 from penstock.utils.clock import ManualClock
 
 
@@ -90,70 +88,6 @@ class Backing:
 
     def check_idle(self) -> None:
         """Checks that nothing remains when there are no requests."""
-
-
-class StoreBacking(Backing):
-    """The block store of `simulation/store.py`, shared by all engines."""
-
-    def __init__(self, world: BackingContext, make_scheduler: type[StoreScheduler] = StoreScheduler) -> None:
-        self._make_scheduler = make_scheduler
-        setup = world.setup
-        self._setup = setup
-        self._clock = world.clock
-        self._fabric = MemoryFabric(world.clock, world.fault_of, setup.drain)
-        self._store = BlockStore(self._fabric, setup.layers, setup.block_size, setup.store_places)
-        self._endpoints: dict[str, list[MemoryTransport]] = {}
-        self._workers: dict[str, list[StoreWorker]] = {}
-        self._checked: set[Entry] = set()
-
-    def attach(self, site: Site) -> Parts:
-        setup, ranks = self._setup, site.ranks
-        workers: dict[ShardId, StoreWorker] = {}
-        make_worker = LayerwiseStoreWorker if setup.layerwise else StoreWorker
-        endpoints: dict[ShardId, MemoryTransport] = {}
-        for shard in ranks.shards:
-            transport = endpoints[shard] = self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}")
-            workers[shard] = make_worker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
-        self._workers[site.name] = list(workers.values())
-        self._endpoints[site.name] = list(endpoints.values())
-        policy = StorePolicy(
-            sync_share=setup.sync_share, direct_saves=setup.direct_saves, lookup_seconds=setup.lookup_seconds
-        )
-        life = f"{site.name}.{site.life}"
-        return Parts(self._make_scheduler(self._store, site.cache, endpoints, policy, self._clock, life), workers)
-
-    def crash(self, name: str) -> None:
-        for transport in self._endpoints.pop(name):
-            self._fabric.crash(transport)
-            self._store.forget_saver(transport)
-        self._store.forget_reader(name)
-
-    def restart(self) -> None:
-        self._store.restart()
-
-    def tick(self) -> None:
-        self._fabric.run()
-        self._store.tick()
-
-    def touching(self, name: str) -> Iterable[Touch]:
-        for transport, worker in zip(self._endpoints.get(name, ()), self._workers.get(name, ()), strict=False):
-            for offset, _, is_written in self._fabric.touched(transport):
-                block_id = worker.block_at(offset)
-                if block_id is not None:
-                    yield Touch(block_id, is_written)
-
-    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
-        for entry in self._store.entries.values():
-            if entry.is_ready and entry not in self._checked:
-                self._checked.add(entry)
-                self._store.check_digests(entry, contents)
-
-    def check_idle(self) -> None:
-        self._store.tick()
-        self._store.check_idle()
-        for workers in self._workers.values():
-            for worker in workers:
-                worker.check_idle()
 
 
 class BackingContext:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
-from penstock.simulation.backing import Backing, BackingContext, Parts, Site, StoreBacking, Touch
+from penstock.simulation.backing import Backing, BackingContext, Parts, Site, Touch
 from penstock.simulation.p2p import P2PBacking
-from penstock.simulation.store import StagelessStoreScheduler
 from penstock.simulation.tiers import OffloadBacking
 
 
 class SeveralBackings(Backing):
-    """Separate tiers and the shared store for every engine, combined by the real `MultiConnector`'s parts."""
+    """Tiers and connections to the other engines for every engine, combined by the real `MultiConnector`'s parts.
+
+    In half of the worlds an engine looks into its tiers first.
+    """
 
     def __init__(self, context: BackingContext) -> None:
-        self._children: dict[str, Backing] = {"tiers": OffloadBacking(context), "store": StoreBacking(context)}
+        self._children: dict[str, Backing] = {"tiers": OffloadBacking(context), "p2p": P2PBacking(context)}
+        if context.pick(2):
+            self._children = dict(reversed(self._children.items()))
 
     def attach(self, site: Site) -> Parts:
         parts = {name: child.attach(site) for name, child in self._children.items()}
@@ -44,6 +48,16 @@ class SeveralBackings(Backing):
         for child in self._children.values():
             child.check(contents)
 
+    def is_stopped(self, name: str) -> bool:
+        return any(child.is_stopped(name) for child in self._children.values())
+
+    @property
+    def is_settled(self) -> bool:
+        return all(child.is_settled for child in self._children.values())
+
+    def counters(self) -> Mapping[str, float]:
+        return {name: value for child in self._children.values() for name, value in child.counters().items()}
+
     def check_idle(self) -> None:
         for child in self._children.values():
             child.check_idle()
@@ -51,8 +65,6 @@ class SeveralBackings(Backing):
 
 BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
     "none": lambda context: Backing(),
-    "store": StoreBacking,
-    "stageless_store": lambda context: StoreBacking(context, StagelessStoreScheduler),
     "tiers": OffloadBacking,
     "several": SeveralBackings,
     "p2p": P2PBacking,

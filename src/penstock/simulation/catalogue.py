@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.simulation.setup import Setup
+from penstock.simulation.setup import Disaggregation, Setup
 
 Draw = Callable[[random.Random], Setup]
 
@@ -65,3 +65,38 @@ def faulty(setup: Setup, **rates: float) -> Setup:
 
 def traffic(setup: Setup, **changes: object) -> Setup:
     return replace(setup, traffic=replace(setup.traffic, **changes))  # pyright: ignore[reportArgumentType]
+
+
+def tiers(setup: Setup, rng: random.Random) -> Setup:
+    """Gives the engines tiers of various sizes; their prefix caches are sometimes reset."""
+    setup = traffic(setup, arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]))
+    return replace(setup, backing="tiers", memory_chunks=rng.choice([4, 16, 64]))
+
+
+def two(rng: random.Random) -> Setup:
+    """Two engines that share a disk, with the same or different splits."""
+    setup = tiers(base(rng), rng)
+    other = rng.choice([setup.topologies[0], (1, 1), (2, 1), (1, 2)])
+    return replace(setup, topologies=(*setup.topologies, other))
+
+
+def pair(rng: random.Random) -> Setup:
+    """One prefill engine and one decode engine, with the same or different splits."""
+    setup = base(rng)
+    first = setup.topologies[0]
+    setup = replace(setup, topologies=(first, rng.choice([first, (1, 1), (2, 1), (1, 2)])), backing="p2p")
+    setup = replace(setup, disaggregation=Disaggregation(is_attested=rng.random() < 0.7))
+    return traffic(setup, arrival=rng.choice([0.1, 0.3]), abort=0.0, max_suffix=8)
+
+
+def mixed(rng: random.Random) -> Setup:
+    """The same, driven by proxies of both styles."""
+    return pairs(pair(rng), style="mixed")
+
+
+def pairs(setup: Setup, **changes: object) -> Setup:
+    assert setup.disaggregation is not None
+    return replace(
+        setup,
+        disaggregation=replace(setup.disaggregation, **changes),  # pyright: ignore[reportArgumentType]
+    )

@@ -86,7 +86,7 @@ class CheckedScheduler(Forwarding):
             assert transfer_id not in self._loads, f"{transfer_id} begins twice"
             self._loads[transfer_id] = num_computed_tokens, end
             self.inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
-            assert self.inner.has_pending_work, f"{transfer_id} is in progress, but nothing is pending"
+            self._check_pending()
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         assert 0 <= first < end <= len(request.block_hashes), (first, end)
@@ -115,9 +115,15 @@ class CheckedScheduler(Forwarding):
             else:
                 assert event.transfer_id in self._holds, f"{event.transfer_id} is released but was not held"
                 self._holds.remove(event.transfer_id)
-        # Blocks may be held without pending work, for a peer that has not requested them yet.
-        assert not self._loads or self.inner.has_pending_work, f"nothing is pending, but {list(self._loads)} are"
+        self._check_pending()
         return events
+
+    def _check_pending(self) -> None:
+        """Blocks may be held without pending work, for a peer that has not requested them yet. So may those of a load
+        that waits for a peer, if the connector wakes the engine.
+        """
+        is_pending = self.inner.has_pending_work or self.inner.takes_waker
+        assert is_pending or not self._loads, f"nothing is pending, but {list(self._loads)} are in progress"
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         result = self.inner.request_finished(request, block_ids, reason)

@@ -21,8 +21,8 @@ from penstock.simulation.scenarios import SCENARIOS
 from penstock.simulation.world import World
 from penstock.utils.errors import PeerError
 
-# Scenarios that need no features specific to the store. `other_split` is only for connectors that join engines with
-# different splits.
+# Scenarios of engines that share what they have saved, without parameters of requests. `other_split` is only for
+# connectors that join engines with different splits.
 CONNECTOR_SCENARIOS = (
     "shared_store_with_drafts",
     "handoff",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from penstock.simulation.catalogue import Catalogue, base, faulty, speculating, traffic
+from penstock.simulation.catalogue import Catalogue, base, faulty, speculating, tiers, traffic
 from penstock.simulation.setup import Setup
 
 PIPELINE_SCENARIOS = Catalogue()
@@ -65,9 +65,8 @@ def _dying_rank(rng: random.Random) -> Setup:
     return faulty(_drafts(rng), worker_error=0.05)
 
 
-@_scenario("pipeline_store", "F27, F14: three stages load from the store what two stages saved, and the reverse")
+@_scenario("pipeline_store", "F27, F14: three stages load from the disk what two stages stored, and the reverse")
 def _store(rng: random.Random) -> Setup:
-    setup = speculating(replace(_pipeline(rng), backing="store", stage_layers=(1, 2, 1)), rng)
-    setup = replace(setup, topologies=((3, rng.choice([1, 2])), (2, rng.choice([1, 2]))))
-    setup = traffic(setup, arrival=0.3, reset=rng.choice([0.0, 0.2]))
-    return replace(faulty(setup, die=0.1, slow=0.4), sync_share=rng.choice([0.0, 0.5, 1.0]))
+    setup = speculating(tiers(_pipeline(rng), rng), rng)
+    setup = replace(setup, topologies=((3, rng.choice([1, 2])), (2, rng.choice([1, 2]))), stage_layers=(1, 2, 1))
+    return replace(faulty(setup, corrupt=0.1, slow=0.4), sync_share=rng.choice([0.0, 0.5, 1.0]))

@@ -116,14 +116,21 @@ class _Watched(Forwarding):
     def __init__(self, inner: WorkerConnector, rank: SimWorker) -> None:
         super().__init__(inner)
         self._rank = rank
+        self._is_bound = False
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
+        self._is_bound = True
         self.inner.begin_step(metadata)
         self._rank.memory.poison(self._rank.step.fresh_block_ids)
 
     def wait_for_save(self) -> None:
+        assert self._is_bound, f"rank {self._rank.shard} drops the step's metadata before it ends its saves"
         self.inner.wait_for_save()
         self._rank.read_drafts()
+
+    def end_step(self) -> None:
+        self._is_bound = False
+        self.inner.end_step()
 
 
 class SimWorker:
@@ -246,7 +253,11 @@ class SimWorker:
     def read_drafts(self) -> None:
         """Reads the drafter's KV after the step, as a connector does to save it."""
         step = self.step
-        self._devices.launch(step, lambda: step.drafts_read.update({self.shard: self.draft_words(step)}))
+
+        def read() -> None:
+            step.drafts_read.setdefault(self.shard, self.draft_words(step))
+
+        self._devices.launch(step, read)
 
     def draft_words(self, step: _Step) -> list[int]:
         """Returns the content of the drafter's slots of a step."""

@@ -21,7 +21,7 @@ class Faults:
 
     `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports arrive some steps
     later, `repeated` ones twice; `contradicted` failures of a rank are preceded by a success report. `crash` ends an
-    engine, `worker_error` makes a rank raise an exception, `store_restart` restarts the store.
+    engine, `worker_error` makes a rank raise an exception, `disk_loss` empties the disk.
 
     Between engine cores, `slow_messages` take up to `max_delay` seconds, a connection is `broken` before, within or
     after a message, or `refused`; a `partition` delays all messages between two engines, a `stop` stops an engine's
@@ -40,7 +40,7 @@ class Faults:
     contradicted: float = 0.0
     crash: float = 0.0
     worker_error: float = 0.0
-    store_restart: float = 0.0
+    disk_loss: float = 0.0
 
     # Between engine cores: per message, per connection opened, and per tick.
     slow_messages: float = 0.1
@@ -116,8 +116,10 @@ class Setup:
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
-    the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead. `block_sizes` are
-    those of the engines, if they differ from `block_size`. With `loads_must_succeed` no failed load may end a request.
+    the last fault. `sync_share` of the requests load from tiers in the step that needs the KV; with `layerwise` these
+    loads are awaited layer by layer, by a host that does not run ahead. Tiers have `memory_chunks` blocks per engine,
+    and `disk_chunks` together. `block_sizes` are those of the engines, if they differ from `block_size`. With
+    `loads_must_succeed` no failed load may end a request.
     """
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
@@ -138,18 +140,15 @@ class Setup:
     acceptance: float = 0.7
     tells_gaps: bool = False
     prefix_caching: bool = True
-    backing: str = "store"
+    backing: str = "none"
     load_failure_policy: str = "recompute"
     loads_must_succeed: bool = False
     load_timeout: float = 0.6
-    patience: float = 0.3
     drain: float = 0.05
     sync_share: float = 0.0
     layerwise: bool = False
-    direct_saves: bool = False
-    lookup_seconds: float = 0.0
-    store_places: int = 64
-    num_staging: int = 16
+    memory_chunks: int = 16
+    disk_chunks: int = 200
     fault_ticks: int = 250
     request_ticks: int = 1000
     recovery_ticks: int = 1500

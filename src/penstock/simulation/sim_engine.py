@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
 
@@ -86,13 +86,20 @@ class WatchedPool(BlockPool):
 
 class ReportFaults:
     """Delays, repeats and reorders the ranks' reports; for a step with synchronous loads it only repeats them. `old`
-    are reports of earlier lives, which are also delivered again.
+    are reports of earlier lives, which are also delivered again. `count` is told what happens.
     """
 
-    def __init__(self, context: BackingContext, rng: random.Random, old: deque[TransferReport]) -> None:
+    def __init__(
+        self,
+        context: BackingContext,
+        rng: random.Random,
+        old: deque[TransferReport],
+        count: Callable[[str, float], None],
+    ) -> None:
         self._context = context
         self._rng = rng
         self._old = old
+        self._count = count
         self._held: list[tuple[int, TransferReport]] = []  # and the steps in which they are due
         self._reported_last: set[TransferId] = set()
 
@@ -108,11 +115,15 @@ class ReportFaults:
                 self._held.append((plan.step + rng.randrange(1, _MAX_STEPS_LATE), report))
             else:
                 reports.append(report)
-        reports += [report for due, report in self._held if due <= plan.step or not is_active]
+        late = [report for due, report in self._held if due <= plan.step or not is_active]
+        reports += late
+        self._count("late_reports", len(late))
         self._held = [(due, report) for due, report in self._held if due > plan.step and is_active]
         if is_active and faults.repeated:
             rng.shuffle(reports)
-            reports += [old for old in self._old if rng.random() < faults.repeated / 4]
+            old = [old for old in self._old if rng.random() < faults.repeated / 4]
+            self._count("old_reports", len(old))
+            reports += old
             reports += [report for report in reports if rng.random() < faults.repeated]
         self._old.extend(ended)
         if is_active and faults.contradicted:

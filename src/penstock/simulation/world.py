@@ -146,9 +146,9 @@ class World:
             elif rng.random() < faults.worker_error:
                 devices = self._engines[name].devices
                 devices.before_stage = partial(_raise_in, rng.randrange(devices.config.pp))
-        if rng.random() < faults.store_restart:
-            self._trace.note("world", "restarts what is behind the engines")
-            self._count("restarts_of_backing")
+        if rng.random() < faults.disk_loss:
+            self._trace.note("world", "the disk loses its files")
+            self._count("disk_losses")
             self._backing.restart()
 
     def _submit(self, each: LiveRequest, tick: int) -> None:
@@ -205,7 +205,7 @@ class World:
         self._trace.note(name, f"begins its life {site.life}")
         parts = self._backing.attach(site)
         engine = SimEngine(site, parts, self._setup, self._answers, self._clock, self._rng, self._trace)
-        engine.devices.deliver = ReportFaults(self._context, self._rng, self._old_reports[name]).deliver
+        engine.devices.deliver = ReportFaults(self._context, self._rng, self._old_reports[name], self._count).deliver
         self._engines[name] = engine
 
     def _crash(self, name: str, tick: int) -> None:
