@@ -2,376 +2,421 @@
 
 from __future__ import annotations
 
-from tests.simulation.edits import bug
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.kv_transfer.offload.manager import OffloadingManager
+from penstock.kv_transfer.offload.messages import OffloadMetadata
+from penstock.kv_transfer.transports.base import TransferState
+from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
+from penstock.runner.awaited_results import OwnedRows
+from penstock.utils.layer_hooks import NO_HOOKS
+from tests.simulation.patches import Patches, bug, changes, returns, sets, skips, within
+
+Original = Callable[..., Any]
+
+_SCHEDULER = "core.scheduler:Scheduler"
+_KV = "core.kv_cache_manager:KVCacheManager"
+_REMOTE = "core.remote_kv:RemoteKV"
+_REQUEST = "core.request:Request"
+_STEP = "kv_transfer.kv_step:KVStep"
+_LEDGER_APPLY = "kv_transfer.ledger:TransferLedger.apply"
+_AWAITED = "runner.awaited_results:AwaitedResults"
+_BATCHES = "core.micro_batches:MicroBatches"
+_TIERS = "kv_transfer.offload.scheduler:OffloadingScheduler"
+_TIER_WORKER = "kv_transfer.offload.worker:OffloadingWorker"
+_MANAGER = "kv_transfer.offload.manager:OffloadingManager"
+_LAYER_PART = "kv_transfer.topology.chunks:_LayerPart"
+
+_NO_DIGESTS = returns("kv_transfer.topology.chunks:RankChunks.is_right", True)
+_OPTIMISTIC_COUNT = changes(f"{_REQUEST}.num_processed_tokens", lambda original, self: self.num_computed_tokens)
+_NO_FENCE = changes(f"{_KV}.release", lambda original, self, request, fence: original(self, request, 0))
+
+
+def _in_every_window(change: Callable[[int], int]) -> Patches:
+    """Changes the count of computed tokens from which the first needed block follows."""
+    return changes(
+        "messages.kv_cache_spec:KVCacheSpec.first_needed_block",
+        lambda original, self, num_tokens, size: original(self, change(num_tokens), size),
+    )
+
+
+# ---- Runner ----
+
+
+def _take_all_rows(original: Original, self: Any) -> OwnedRows:
+    rows = self._results[0].rows
+    original(self)
+    return OwnedRows(np.arange(len(rows)), rows)
+
+
+def _take_newest(original: Original, self: Any) -> OwnedRows:
+    self._results.rotate(1)
+    return original(self)
+
+
+def _add_uncounted(original: Original, self: Any, *args: Any) -> int:
+    row = original(self, *args)
+    self.generation[row] -= 1
+    return row
+
+
+def _count_twice(original: Original, plan: Any, rows: Any) -> Any:
+    counts = zip(plan.num_computed_tokens, plan.num_scheduled_tokens.values(), strict=True)
+    return original(msgspec.structs.replace(plan, num_computed_tokens=tuple(map(sum, counts))), rows)
+
+
+# ---- Steps and reports ----
+
+
+def _before_sampling(method: str) -> Patches:
+    """A method of the connector is called before the step samples and drafts, and not only afterwards."""
+    return changes(
+        f"{_STEP}.run_sampling",
+        lambda original, self, sample: original(self, lambda: (getattr(self._active, method)(), sample())[1]),
+    )
+
+
+def _count_reports(original: Original, self: Any, report: Any) -> Any:
+    entry = self._open.get(report.transfer_id)
+    if entry is not None and report.shard in entry.reports:
+        report = msgspec.structs.replace(report, shard=min(entry.expected - entry.reports.keys()))
+    return original(self, report)
+
+
+def end_with_first_report(original: Original, self: Any, report: Any) -> Any:
+    entry = self._open.get(report.transfer_id)
+    if entry is not None:
+        entry.expected = frozenset([report.shard])
+    return original(self, report)
+
+
+def _ignore_contradiction(original: Original, self: Any, report: Any) -> Any:
+    entry = self._open.get(report.transfer_id)
+    return None if entry is not None and report.shard in entry.reports else original(self, report)
+
+
+# ---- Scheduler ----
+
+
+def _keep_rejected(original: Original, self: Any, num_tokens: int, num_drafts: int, num_sampled: int) -> None:
+    original(self, num_tokens, num_drafts, num_sampled)
+    self.num_computed_tokens += 1 + num_drafts - num_sampled if num_sampled else 0
+
+
+def _apply_to_any_admission(original: Original, self: Any, plan: Any, result: Any) -> Any:
+    self._last_admissions[plan.step] = 1 << 60
+    return original(self, plan, result)
+
+
+def _keep_rewound_row(original: Original, self: Any, lost: Any) -> Iterator[Any]:
+    before = set(self._rewound_request_ids)
+    yield from original(self, lost)
+    self._rewound_request_ids &= before
+
+
+def _keep_finished_row(original: Original, self: Any, request: Any, reason: Any) -> Any:
+    params = original(self, request, reason)
+    self._finished_request_ids.discard(request.request_id)
+    return params
+
+
+def _announce_loads(original: Original, self: Any, request: Any, hit: Any, num_tokens: int, num_external: int) -> Any:
+    block_ids = original(self, request, hit, num_tokens, num_external)
+    if block_ids is not None and num_tokens <= hit.num_tokens + num_external:
+        holding = self._holdings[request.request_id]
+        self._being_computed.update(request.block_hashes[holding.num_to_publish :])
+        holding.num_to_publish = len(request.block_hashes)
+    return block_ids
+
+
+def _make_pinned_available(original: Original, self: Any, block_ids: Any) -> None:
+    ids = list(block_ids)
+    pins = [(self._blocks[each], self._blocks[each].num_pins) for each in ids]
+    for block, _ in pins:
+        block.num_pins = 0
+    original(self, ids)
+    for block, num_pins in pins:
+        block.num_pins = num_pins
+
+
+def _free_running_loads(original: Original, self: Any, request: Any) -> None:
+    mine = dict(self._loads_of.get(request, {}))
+    original(self, request)
+    for name, load in mine.items():
+        if load.is_async:
+            del self._loads[name]
+            self._num_quarantined -= load.num_blocks
+            self._kv.unpin(name)
+
+
+def _end_detached(original: Original, self: Any, event: Any) -> Any:
+    if event.transfer_id in self._loads:
+        self._loads[event.transfer_id].is_detached = False
+    return original(self, event)
+
+
+# ---- Connectors ----
+
+
+def _store_later(original: Original, self: Any, metadata: OffloadMetadata) -> None:
+    self.late_stores = metadata.stores
+    original(self, OffloadMetadata((), metadata.loads))
+
+
+def _store_now(original: Original, self: Any) -> None:
+    self._jobs += map(self._store, self.late_stores)
+    original(self)
+
+
+def _load_without_pins(original: Original, self: Any, keys: Any) -> Any:
+    chunks = original(self, keys)
+    _COMPLETE_LOAD(self, keys)
+    return chunks
+
+
+_COMPLETE_LOAD = OffloadingManager.complete_load
+
+
+def _as_first_rank(part: Any) -> Any:
+    return dataclasses.replace(part, first=0, end=part.end - part.first)
+
+
+def _load_first_child(original: Original, self: Any, request: Any, *args: Any) -> None:
+    self._chosen[request.request_id] = next(iter(self._children))
+    original(self, request, *args)
+
+
+def _report_as_tiers(original: Original, self: Any, finished: Any) -> KVConnectorOutput:
+    def renamed(report: TransferReport) -> TransferReport:
+        transfer_id = msgspec.structs.replace(report.transfer_id, child="tiers")
+        return msgspec.structs.replace(report, transfer_id=transfer_id)
+
+    return KVConnectorOutput(tuple(map(renamed, original(self, finished).reports)))
+
 
 BUGS = (
     bug(
         "a stage applies results of a row's previous owner",
         "pipeline_row_reuse",
-        "runner.awaited_results:AwaitedResults.take",
-        "self._state_rows.generation[result.rows] == result.generations",
-        "result.generations == result.generations",
+        changes(f"{_AWAITED}.take", _take_all_rows),
     ),
-    bug(
-        "a row does not count its owners",
-        "pipeline_row_reuse",
-        "runner.rows:Rows.add",
-        "self.generation[row] += 1",
-        "pass",
-    ),
-    bug(
-        "results are applied in the wrong order",
-        "pipeline",
-        "runner.awaited_results:AwaitedResults.take",
-        "self._results.popleft()",
-        "self._results.pop()",
-    ),
+    bug("a row does not count its owners", "pipeline_row_reuse", changes("runner.rows:Rows.add", _add_uncounted)),
+    bug("results are applied in the wrong order", "pipeline", changes(f"{_AWAITED}.take", _take_newest)),
     bug(
         "a stage begins a step before it knows the tokens",
         "pipeline",
-        "runner.awaited_results:AwaitedResults.num_due",
-        "return max(num_due, max(processed, default=0))",
-        "return max(processed, default=0)",
+        changes(f"{_AWAITED}.num_due", lambda original, self, step, rows: original(self, step, rows[:0])),
     ),
     bug(
         "a request is in two steps before its token is known",
         "pipeline",
-        "core.micro_batches:MicroBatches.candidates",
-        "each.num_samples_in_flight < limit",
-        "True",
+        sets(f"{_BATCHES}.candidates", "_max_samples_in_flight", lambda self: 1 << 30),
     ),
     bug(
         "a micro-batch never gets its turn",
         "pipeline",
-        "core.micro_batches:MicroBatches.turns",
-        "range(1, self._count + 1)",
-        "range(1, self._count)",
+        changes(f"{_BATCHES}.turns", lambda original, self: list(original(self))[:-1]),
     ),
-    bug(
-        "the metadata is cleared before the drafter runs",
-        "shared_store_with_drafts",
-        "kv_transfer.kv_step:KVStep.run_sampling",
-        "result = sample_and_draft()",
-        "self._active.end_step(); result = sample_and_draft()",
-    ),
+    bug("the metadata is cleared before the drafter runs", "shared_store_with_drafts", _before_sampling("end_step")),
+    bug("saves are finalised before the drafter runs", "drafts", _before_sampling("wait_for_save")),
     bug(
         "only the last rank's output is kept",
         "one_of_n_shards",
-        "kv_transfer.aggregate:aggregate",
-        "for output in outputs:",
-        "for output in list(outputs)[-1:]:",
+        changes("kv_transfer.aggregate:aggregate", lambda original, outputs: original(list(outputs)[-1:])),
     ),
     bug(
         "synchronous loads begin after the forward pass",
         "synchronous_loads",
-        "kv_transfer.kv_step:KVStep._begin",
-        "if self._has_sync_loads:",
-        "if False:",
-        "kv_transfer.kv_step:KVStep._on_forward_launched",
-        "if not self._has_sync_loads:",
-        "if True:",
+        returns(f"{_STEP}._has_sync_loads", False),
     ),
+    bug("layer hooks are not called", "layerwise_loads", returns(f"{_STEP}.hooks", NO_HOOKS)),
     bug(
         "completions are counted instead of matched to shards",
         "repeated_completions",
-        "kv_transfer.ledger:TransferLedger.apply",
-        "if report.shard in entry.reports:",
-        "if report.shard in entry.reports:\n"
-        "        entry.reports[min(entry.expected - entry.reports.keys())] = report\n"
-        "    if False:",
+        changes(_LEDGER_APPLY, _count_reports),
     ),
     bug(
-        "a transfer ends with the first rank's report",
-        "one_of_n_shards",
-        "kv_transfer.ledger:TransferLedger.apply",
-        "if len(entry.reports) < len(entry.expected):",
-        "if not entry.reports:",
-    ),
-    bug(
-        "an unsettled failure counts as an end",
-        "unsettled_failures",
-        "kv_transfer.transports.base:TransferState.is_settled",
-        "return self in (TransferState.DONE, TransferState.FAILED_SETTLED)",
-        "return self is not TransferState.PENDING",
-    ),
-    bug(
-        "the optimistic count decides what is published",
-        "plain",
-        "core.kv_cache_manager:KVCacheManager.publish",
-        "request.num_processed_tokens",
-        "request.num_computed_tokens",
-    ),
-    bug(
-        "the optimistic count decides what leaves the window",
-        "sliding_windows",
-        "core.kv_cache_manager:KVCacheManager._release_behind_window",
-        "request.num_processed_tokens",
-        "request.num_computed_tokens",
-    ),
-    bug(
-        "rejected drafts stay counted as computed",
-        "rejections_of_every_length",
-        "core.request:Request.on_processed",
-        "self.num_computed_tokens -= 1 + num_drafts - num_sampled",
-        "pass",
-    ),
-    bug(
-        "a prefix hit includes the last known token",
-        "full_prefix_hits",
-        "core.kv_cache_manager:KVCacheManager.find_prefix",
-        "(request.num_tokens - 1) // self.block_size",
-        "request.num_tokens // self.block_size",
-    ),
-    bug(
-        "the salt is left out of the hash",
-        "tenants",
-        "core.block_hash:root_hash",
-        '(cache_salt or "")',
-        '""',
-    ),
-    bug(
-        "a window keeps one slot too few",
-        "sliding_windows",
-        "messages.kv_cache_spec:KVCacheSpec.first_needed_block",
-        "num_computed_tokens - self.sliding_window + 1",
-        "num_computed_tokens - self.sliding_window + 2",
-    ),
-    bug(
-        "a load skips one block too many behind the window",
-        "sliding_windows",
-        "core.kv_cache_manager:KVCacheManager.admit",
-        "group.first_needed_block(num_present)",
-        "group.first_needed_block(num_present + self.block_size)",
-    ),
-    bug(
-        "results of an earlier admission are applied",
-        "tiny_pool",
-        "core.scheduler:Scheduler.update_from_output",
-        "request.admission > last_admission",
-        "False",
-    ),
-    bug(
-        "a finished request's blocks are free while steps are in flight",
-        "abort_storm",
-        "core.scheduler:Scheduler._free",
-        "self._kv.release(request, self._step)",
-        "self._kv.release(request, 0)",
-    ),
-    bug(
-        "a fence ends one step early",
-        "abort_storm",
-        "core.scheduler:Scheduler.update_from_output",
-        "self._kv.pool.on_step_processed(plan.step)",
-        "self._kv.pool.on_step_processed(plan.step + 1)",
-    ),
-    bug(
-        "blocks that are still read are freed",
-        "held_blocks",
-        "core.remote_kv:RemoteKV.finish",
-        "if result.action is FinishAction.HOLD and block_ids:",
-        "if False:",
-    ),
-    bug(
-        "blocks that are no longer read stay pinned",
-        "held_blocks",
-        "core.remote_kv:RemoteKV._on_released",
-        "self._kv.unpin(event.transfer_id)",
-        "pass",
-    ),
-    bug(
-        "pinned blocks become available",
-        "held_blocks",
-        "core.block_pool:BlockPool._make_available",
-        "if block.num_pins:",
-        "if False:",
-    ),
-    bug(
-        "a deadline frees the blocks of a running load",
-        "overdue_loads",
-        "core.remote_kv:RemoteKV.detach",
-        "for load in self._loads_of.pop(request, {}).values():",
-        "mine = self._loads_of.pop(request, {})\n"
-        "    for name in [n for n, load in mine.items() if load.is_async]:\n"
-        "        del self._loads[name], mine[name]\n"
-        "        self._num_waiting -= 1\n"
-        "        self._kv.unpin(name)\n"
-        "    for load in mine.values():",
-    ),
-    bug(
-        "a load has no deadline",
-        "stuck_transfers",
-        "core.remote_kv:RemoteKV.give_up_overdue",
-        "load.deadline <= now",
-        "False",
-    ),
-    bug(
-        "requests wait for blocks that another one only loads",
-        "shared_store",
-        "core.kv_cache_manager:KVCacheManager.admit",
-        "self._enable_prefix_caching and num_tokens > num_present",
-        "self._enable_prefix_caching",
-    ),
-    bug(
-        "the directory is queried forever",
-        "slow_directory",
-        "core.remote_kv:RemoteKV.match",
-        "if self._clock.now() - since < self._timeout:",
-        "if True:",
-    ),
-    bug(
-        "blocks that a load did not fill are published",
-        "failing_loads",
-        "core.remote_kv:RemoteKV._on_ended",
-        "bad = self._bad_blocks(event.bad_ranges)",
-        "bad = set()",
-    ),
-    bug(
-        "a request continues after a failed synchronous load",
-        "failing_loads",
-        "core.remote_kv:RemoteKV._on_ended",
-        "return request if event.bad_ranges else None",
-        "return None",
-    ),
-    bug(
-        "the end of a load reaches a request that is gone",
-        "abort_while_loading",
-        "core.remote_kv:RemoteKV._on_ended",
-        "if load.is_detached:",
-        "if False:",
-    ),
-    bug(
-        "a rewound request keeps its row",
-        "failing_loads",
-        "core.scheduler:Scheduler._on_lost_loads",
-        "self._rewound_request_ids.add(request.request_id)",
-        "pass",
-    ),
-    bug(
-        "a finished request keeps its row",
-        "row_reuse",
-        "core.scheduler:Scheduler._finish",
-        "self._finished_request_ids.add(request.request_id)",
-        "pass",
-    ),
-    bug(
-        "a tier returns a key's bytes without comparing the digest",
-        "offload_wrong_bytes",
-        "kv_transfer.offload.worker:OffloadingWorker._load",
-        "block.digest is not None",
-        "False",
-    ),
-    bug(
-        "blocks are copied out after the forward pass that reuses them",
-        "offload_hungry",
-        "kv_transfer.offload.worker:OffloadingWorker.begin_step",
-        "self._jobs += map(self._store, metadata.stores)",
-        "self._stores = metadata.stores",
-        "kv_transfer.offload.worker:OffloadingWorker.start_load_kv",
-        "self._jobs += map(self._load, self._new_loads)",
-        "self._jobs += [*map(self._store, self._stores), *map(self._load, self._new_loads)]",
-    ),
-    bug(
-        "a tier drops a load's pins when it begins, and the digest is not checked",
-        "offload_small",
-        "kv_transfer.offload.scheduler:OffloadingScheduler.update_state_after_alloc",
-        "chunks = self._manager.prepare_load([key for *_, key in placed])",
-        "keys = [key for *_, key in placed]\n    chunks = self._manager.prepare_load(keys)\n"
-        "    self._manager.complete_load(keys)",
-        "kv_transfer.offload.scheduler:OffloadingScheduler._on_loaded",
-        "self._manager.complete_load(tuple(load.index_of))",
-        "pass",
-        "kv_transfer.offload.worker:OffloadingWorker._load",
-        "block.digest is not None",
-        "False",
-    ),
-    bug(
-        "every rank loads the first heads from the tiers, and the digest is not checked",
-        "offload",
-        "kv_transfer.topology.chunks:_LayerPart.pieces",
-        "self.first * self.unit_bytes",
-        "0",
-        "kv_transfer.offload.worker:OffloadingWorker._load",
-        "block.digest is not None",
-        "False",
-    ),
-    bug(
-        "ranks overwrite each other's parts in the tiers, and the digest is not checked",
-        "offload",
-        "kv_transfer.topology.chunks:_LayerPart.in_chunk",
-        "self.first : self.end",
-        ": self.end - self.first",
-        "kv_transfer.offload.worker:OffloadingWorker._load",
-        "block.digest is not None",
-        "False",
-    ),
-    bug(
-        "tiers ignore which life of the engine a report belongs to",
-        "offload_crash",
-        "kv_transfer.offload.scheduler:OffloadingScheduler._take_stores",
-        "epoch=self._epoch",
-        'epoch=""',
-    ),
-    bug(
-        "layer hooks are not called",
-        "layerwise_loads",
-        "kv_transfer.kv_step:KVStep.hooks",
-        "self._active.layer_hooks or NO_HOOKS",
-        "NO_HOOKS",
-    ),
-    bug(
-        "the first of several connectors loads what another has",
-        "several_connectors",
-        "kv_transfer.multi:MultiScheduler.update_state_after_alloc",
-        "self._children[self._chosen.pop(request.request_id)]",
-        "next(iter(self._children.values()))",
-    ),
-    bug(
-        "reports of several connectors reach the wrong one",
-        "several_connectors",
-        "kv_transfer.multi:MultiWorker.get_finished",
-        "_of_child(report, name)",
-        '_of_child(report, "tiers")',
-    ),
-    bug(
-        "loads alternate with a request that needs their blocks",
-        "offload_hungry",
-        "core.remote_kv:RemoteKV.on_starved",
-        "if self._loads or self._held:",
-        "if False:",
-    ),
-    bug(
-        "saves are finalised before the drafter runs",
-        "drafts",
-        "kv_transfer.kv_step:KVStep.run_sampling",
-        "sample_and_draft()\n        self._advance(KVStepState.FINALIZED)\n        self._active.wait_for_save()",
-        "None\n        self._active.wait_for_save()\n        result = sample_and_draft()",
-    ),
-    bug(
-        "the runner counts again what the scheduler has counted",
-        "plain",
-        "runner.host_batch:read_plan",
-        "np.fromiter(plan.num_computed_tokens, np.int64, count)",
-        "np.fromiter(plan.num_computed_tokens, np.int64, count) + query_lens",
-    ),
-    bug(
-        "only the first rank's handshake is kept",
-        "one_of_n_shards",
-        "executor.executor:Executor.initialize",
-        "each.shard: each.handshake for",
-        "each.shard: each.handshake if each.shard == (0, 0) else None for",
+        "a transfer ends with the first rank's report", "one_of_n_shards", changes(_LEDGER_APPLY, end_with_first_report)
     ),
     bug(
         "a failure that a shard reports later is ignored",
         "one_of_n_shards",
-        "kv_transfer.ledger:TransferLedger.apply",
-        "if report.status is TransferStatus.FAILED and",
-        "if False and",
+        changes(_LEDGER_APPLY, _ignore_contradiction),
+    ),
+    bug(
+        "an unsettled failure counts as an end",
+        "unsettled_failures",
+        changes(
+            "kv_transfer.transports.base:TransferState.is_settled",
+            lambda original, self: self is not TransferState.PENDING,
+        ),
+    ),
+    bug(
+        "only the first rank's handshake is kept",
+        "one_of_n_shards",
+        changes(
+            "executor.executor:Executor.initialize",
+            lambda original, *args: {
+                shard: each if shard == (0, 0) else None for shard, each in original(*args).items()
+            },
+        ),
+    ),
+    bug(
+        "the runner counts again what the scheduler has counted",
+        "plain",
+        changes("runner.host_batch:read_plan", _count_twice),
+    ),
+    bug("the optimistic count decides what is published", "plain", within(f"{_KV}.publish", _OPTIMISTIC_COUNT)),
+    bug(
+        "the optimistic count decides what leaves the window",
+        "sliding_windows",
+        within(f"{_KV}._release_behind_window", _OPTIMISTIC_COUNT),
+    ),
+    bug(
+        "rejected drafts stay counted as computed",
+        "rejections_of_every_length",
+        changes(f"{_REQUEST}.on_processed", _keep_rejected),
+    ),
+    bug(
+        "a prefix hit includes the last known token",
+        "full_prefix_hits",
+        within(f"{_KV}.find_prefix", changes(f"{_REQUEST}.num_tokens", lambda original, self: original(self) + 1)),
+    ),
+    bug(
+        "the salt is left out of the hash",
+        "tenants",
+        changes("core.block_hash:root_hash", lambda original, salt: original(None)),
     ),
     bug(
         "the hash of a block leaves out the tokens that its draft slots depend on",
         "drafts",
-        "core.block_hash:extend_chain",
-        "length = block_size + num_tokens_ahead",
-        "length = block_size",
+        changes(
+            "core.block_hash:extend_chain",
+            lambda original, chain, root, tokens, size, ahead: original(chain, root, tokens, size, 0),
+        ),
+    ),
+    bug("a window keeps one slot too few", "sliding_windows", _in_every_window(lambda num_tokens: num_tokens + 1)),
+    bug(
+        "a load skips one block too many behind the window",
+        "sliding_windows",
+        within(f"{_KV}.admit", _in_every_window(lambda num_tokens: num_tokens + 4)),
+    ),
+    bug(
+        "results of an earlier admission are applied",
+        "tiny_pool",
+        changes(f"{_SCHEDULER}.update_from_output", _apply_to_any_admission),
+    ),
+    bug(
+        "a preempted request's blocks are free while steps are in flight",
+        "loads_behind_steps",
+        within(f"{_SCHEDULER}._rewind", _NO_FENCE),
+    ),
+    bug(
+        "a finished request's blocks are free while steps are in flight",
+        "abort_storm",
+        within(f"{_SCHEDULER}._free", _NO_FENCE),
+    ),
+    bug(
+        "a fence ends one step early",
+        "abort_storm",
+        changes("core.block_pool:BlockPool.on_step_processed", lambda original, self, step: original(self, step + 1)),
+    ),
+    bug(
+        "blocks that are still read are freed",
+        "held_blocks",
+        changes(
+            f"{_REMOTE}.finish",
+            lambda original, self, *args: self._connector.request_finished(*args).kv_transfer_params,
+        ),
+    ),
+    bug(
+        "blocks that are no longer read stay pinned",
+        "held_blocks",
+        within(f"{_REMOTE}._on_released", skips(f"{_KV}.unpin")),
+    ),
+    bug(
+        "pinned blocks become available",
+        "held_blocks",
+        changes("core.block_pool:BlockPool._make_available", _make_pinned_available),
+    ),
+    bug(
+        "a deadline frees the blocks of a running load",
+        "overdue_loads",
+        changes(f"{_REMOTE}.detach", _free_running_loads),
+    ),
+    bug("a load has no deadline", "stuck_transfers", returns(f"{_REMOTE}.give_up_overdue", ())),
+    bug(
+        "requests wait for blocks that another one only loads", "shared_store", changes(f"{_KV}.admit", _announce_loads)
+    ),
+    bug(
+        "the directory is queried forever",
+        "slow_directory",
+        sets(f"{_REMOTE}.match", "_timeout", lambda self: float("inf")),
+    ),
+    bug(
+        "blocks that a load did not fill are published", "failing_loads", returns(f"{_REMOTE}._bad_blocks", set[Any]())
+    ),
+    bug(
+        "a request continues after a failed synchronous load",
+        "failing_loads",
+        changes(f"{_REMOTE}._on_ended", lambda original, self, event: (original(self, event), None)[1]),
+    ),
+    bug(
+        "the end of a load reaches a request that is gone",
+        "abort_while_loading",
+        changes(f"{_REMOTE}._on_ended", _end_detached),
+    ),
+    bug("a rewound request keeps its row", "failing_loads", changes(f"{_SCHEDULER}._on_lost_loads", _keep_rewound_row)),
+    bug("a finished request keeps its row", "row_reuse", changes(f"{_SCHEDULER}._finish", _keep_finished_row)),
+    bug("loads alternate with a request that needs their blocks", "offload_hungry", skips(f"{_REMOTE}.on_starved")),
+    bug("a load never unpins what it has read", "offload", skips(f"{_MANAGER}.complete_load")),
+    bug("a tier returns a key's bytes without comparing the digest", "offload_wrong_bytes", _NO_DIGESTS),
+    bug(
+        "blocks are copied out after the forward pass that reuses them",
+        "offload_hungry",
+        changes(f"{_TIER_WORKER}.begin_step", _store_later),
+        changes(f"{_TIER_WORKER}.start_load_kv", _store_now),
+    ),
+    bug(
+        "a tier drops a load's pins when it begins, and the digest is not checked",
+        "offload_small",
+        changes(f"{_MANAGER}.prepare_load", _load_without_pins),
+        skips(f"{_MANAGER}.complete_load"),
+        _NO_DIGESTS,
+    ),
+    bug(
+        "every rank loads the first heads from the tiers, and the digest is not checked",
+        "offload",
+        changes(f"{_LAYER_PART}.pieces", lambda original, self, chunk: original(_as_first_rank(self), chunk)),
+        _NO_DIGESTS,
+    ),
+    bug(
+        "ranks overwrite each other's parts in the tiers, and the digest is not checked",
+        "offload",
+        changes(f"{_LAYER_PART}.in_chunk", lambda original, self, chunk: original(_as_first_rank(self), chunk)),
+        _NO_DIGESTS,
+    ),
+    bug(
+        "tiers ignore which life of the engine a report belongs to",
+        "reports_of_an_old_life",
+        changes(
+            f"{_TIERS}.__init__",
+            lambda original, self, *args, **kwargs: original(self, *args, **{**kwargs, "epoch": "epoch"}),
+        ),
+    ),
+    bug(
+        "the first of several connectors loads what another has",
+        "several_connectors",
+        changes("kv_transfer.multi:MultiScheduler.update_state_after_alloc", _load_first_child),
+    ),
+    bug(
+        "reports of several connectors reach the wrong one",
+        "several_connectors",
+        changes("kv_transfer.multi:MultiWorker.get_finished", _report_as_tiers),
     ),
 )

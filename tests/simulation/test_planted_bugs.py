@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.simulation.scenarios import replay_line, run_scenario
-from tests.simulation.edits import Bug
+from tests.simulation.patches import Bug
 from tests.simulation.planted import BUGS
 from tests.simulation.planted_pd import PD_BUGS
 
@@ -15,14 +15,14 @@ MAX_SEEDS = 60
 @pytest.mark.spread(12)
 @pytest.mark.parametrize("bug", [*BUGS, *PD_BUGS], ids=lambda bug: bug.name.replace(" ", "_"))
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    for edit in bug.edits:
-        monkeypatch.setattr(edit.function(), "__code__", edit.code())
+    for patch in bug.patches:
+        patch.apply(monkeypatch)
     for seed in range(MAX_SEEDS):
         result = run_scenario(bug.scenario, seed)
         if result.violation:
             print(f"{replay_line(bug.scenario, seed)}: {result.violation}")  # noqa: T201 - the seed is the result
             assert result.trace
             slips = ("NameError", "AttributeError", "TypeError", "UnboundLocalError")
-            assert not any(slip in result.violation for slip in slips), "the edit does not run"
+            assert not any(slip in result.violation for slip in slips), "the patch does not run"
             return
     pytest.fail(f"{MAX_SEEDS} seeds of {bug.scenario} do not catch: {bug.name}")

@@ -239,8 +239,9 @@ def _windows(rng: random.Random) -> Setup:
 
 @_scenario("loads_behind_steps", "F12, F14: KV is loaded into blocks that steps in flight wrote for preempted requests")
 def _behind(rng: random.Random) -> Setup:
-    setup = replace(_windows(rng), sync_share=0.5, depth=3, runs_ahead=True, spare_blocks=rng.choice([0, 1]))
-    return traffic(setup, num_stems=1, num_requests=20, arrival=0.5)
+    setup = replace(_windows(rng), topologies=((1, 1),), memory_chunks=64, depth=3, runs_ahead=True)
+    setup = replace(setup, sync_share=0.5, spare_blocks=rng.choice([0, 1]), max_num_seqs=6)
+    return traffic(setup, num_stems=1, num_requests=40, arrival=0.9, max_output=20, abort=0.3, reset=0.0)
 
 
 @_scenario("offload", "KV is offloaded to memory and disk, and loaded again")
