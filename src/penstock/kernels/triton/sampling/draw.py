@@ -2,7 +2,7 @@
 
     best      the first token of the largest logit
     random    inversion: the first token whose cumulative probability, in the order of the vocabulary, exceeds the
-              number determined by (seed, position, purpose), as in `penstock.runner.sampling.sampler.draw`
+              number determined by (seed, position, purpose), as in `penstock.runner.cpu.sampler.draw`
 
 `_reduce_tiles` reads the logits once, in their dtype, and stores the maximum of each tile, its position, and the sum of
 exp((logit - maximum) / temperature). `_pick_token`, one program per row, scales the sums to the row's maximum, finds

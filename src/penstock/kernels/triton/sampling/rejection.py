@@ -1,6 +1,6 @@
 """Rejection sampling of drafts that were sampled from a drafter's distribution, and the storage of that distribution.
 
-As in `penstock.runner.speculation.rejection` (Leviathan et al. 2023, arXiv:2211.17192): a draft x is accepted with
+As in `penstock.runner.speculation.verifier` (Leviathan et al. 2023, arXiv:2211.17192): a draft x is accepted with
 probability min(1, p(x) / q(x)), and otherwise replaced by a token sampled from max(0, p - q). p is the distribution
 from which `draw.sample` has sampled the row's token, and q that of the drafter's logits at the request's temperature.
 

@@ -1,7 +1,7 @@
 """Determines which drafts are accepted. `verify` accepts, in each request's window, the leading drafts that equal the
-sampled tokens; a gap (-1) is never accepted. `toss` accepts at random, like `penstock.runner.speculation.synthetic`: if
-the number of (seed, position) is below the position's rate and the request's grammar allows the draft. One program per
-request.
+sampled tokens; a gap (-1) is never accepted. `toss` accepts at random, like the synthetic rule of
+`penstock.runner.speculation.verifier`: if the number of (seed, position) is below the position's rate and the request's
+grammar allows the draft. One program per request.
 """
 
 from __future__ import annotations
