@@ -23,7 +23,7 @@ from penstock.kv_transfer.transports import agent_transport
 from penstock.kv_transfer.transports.agent_transport import AgentAddress, AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
 from penstock.kv_transfer.transports.base import TransferHandle, TransferState
-from penstock.kv_transfer.transports.helper_messages import OpenAgent, ServedMemory
+from penstock.kv_transfer.transports.helper import OpenAgent, ServedMemory
 from penstock.kv_transfer.transports.helper_process import joined
 from penstock.kv_transfer.transports.socket_protocol import SocketLimits, decode, encode
 from penstock.messages.kv_layout import MemoryRegion

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.kv_transfer.transports.agents import Agent, AgentSettings
 from penstock.kv_transfer.transports.flat_memory import AddressSpace, pair_segments
-from penstock.kv_transfer.transports.helper_messages import CODEC, AgentReady, Landed, OpenAgent, Read, ServedMemory
+from penstock.kv_transfer.transports.helper import CODEC, AgentReady, Landed, OpenAgent, Read, ServedMemory
 from penstock.kv_transfer.transports.mooncake_agent import MooncakeAgent
 from penstock.kv_transfer.transports.nixl_agent import NixlAgent
 from penstock.utils import logging
