@@ -1,7 +1,7 @@
 """A helper process, for the engine, and their messages, with one answer for each request.
 
 OpenAgent  ->
-           <-  AgentReady, or Failed
+           <-  ServedMemory, or Failed
 Read       ->
            <-  Landed, or Failed; after a failure the helper ends
 """
@@ -40,10 +40,6 @@ class OpenAgent(msgspec.Struct, frozen=True):
     peer: ServedMemory | None
 
 
-class AgentReady(msgspec.Struct, frozen=True):
-    memory: ServedMemory
-
-
 class Read(msgspec.Struct, frozen=True):
     runs: np.ndarray  # [n, 3] int64, checked
 
@@ -52,7 +48,7 @@ class Landed(msgspec.Struct, frozen=True):
     """The last byte has landed."""
 
 
-CODEC = Codec(OpenAgent, AgentReady, Read, Landed, Failed)
+CODEC = Codec(OpenAgent, ServedMemory, Read, Landed, Failed)
 
 
 class HelperProcess(ChildProcess):
@@ -70,7 +66,7 @@ class HelperProcess(ChildProcess):
     def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
         """Opens an agent. Raises PeerError, or ConfigError if the configuration or the installation must change."""
         self.connection.settimeout(seconds)
-        memory = self._ask(message, AgentReady).memory
+        memory = self._ask(message, ServedMemory)
         self.connection.settimeout(None)
         return memory
 
