@@ -66,7 +66,7 @@ def test_ranks_in_processes(library: str) -> None:
 
 def worker_connector(llm: LLM) -> P2PWorker:
     (handle,) = llm._core._executor._workers
-    return handle._worker._steps._runner.kv_step._connector
+    return handle._worker._worker._runner.kv_step._connector
 
 
 def kv_bytes(llm: LLM) -> np.ndarray:

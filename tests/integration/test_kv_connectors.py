@@ -370,7 +370,7 @@ def test_the_layout_gives_the_addresses_of_the_bytes() -> None:
     llm = make(offloading(), speculative_config=SPECULATORS["mtp"])
     llm.generate([[7] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
     worker: Any = llm._core._executor._workers[0]
-    view = worker._worker._steps._runner.kv_step._connector._view
+    view = worker._worker._worker._runner.kv_step._connector._view
     regions = {region.name: region for region in view.layout.regions}
     layers = view.layout.layers_of(0)
     for layer, part in zip(layers, view.block_parts(0, 1), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from penstock.config.engine import EngineArgs
@@ -13,7 +15,7 @@ from penstock.worker.messages import LoadWorker
 def test_debug_mode_encodes_the_first_message_too(is_debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[LoadWorker] = []
     monkeypatch.setenv("PENSTOCK_DEBUG", str(int(is_debug)))
-    monkeypatch.setattr(uniproc, "load_worker", received.append)
+    monkeypatch.setattr(uniproc, "load_worker", lambda load: received.append(load) or Mock())
     load = LoadWorker(EngineArgs(), (0, 0))
     uniproc.make_local_worker(load).load()
     assert received == [load]

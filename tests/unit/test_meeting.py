@@ -11,8 +11,8 @@ from penstock.parallel.groups import NO_LINKS
 from penstock.parallel.rank_memory import create_rank_memory
 from penstock.runner.cpu.parts import cpu_parts
 from penstock.utils.errors import ConfigError, EngineDeadError
-from penstock.worker.meeting import meet
 from penstock.worker.messages import Rendezvous
+from penstock.worker.worker import meet
 
 TWO = ParallelConfig(tp=2)
 PARTS = cpu_parts()

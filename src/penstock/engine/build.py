@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,16 +15,20 @@ from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.kv_events import make_event_publisher
 from penstock.engine.rank_identity import check_arithmetic
 from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.factory import make_executor
+from penstock.grammar.backend import Grammar, GrammarBackend
+from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.kv_transfer.connector import SchedulerConnector
 from penstock.messages.engine_info import EngineInfo
+from penstock.messages.structured_outputs import GrammarSpec
+from penstock.tokenizer.tokenizer import eos_token_ids, load_tokenizer
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
+from penstock.utils.math import cdiv
 from penstock.worker.messages import InitializeWorker
 
 logger = logging.get_logger(__name__)
@@ -74,7 +79,9 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     has_listeners = config.kv_events.is_active or config.is_prefix_aware
     recorder = StepKVEventRecorder(cache) if has_listeners else KVEventRecorder()
     kv = KVCacheManager(cache, config.cache.enable_prefix_caching, recorder)
-    scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer.transfer)
+    # Without a tokenizer there is no text to constrain.
+    grammars = None if config.tokenizer_path is None else LazyGrammarBackend(config)
+    scheduler = Scheduler(limits, kv, StructuredOutputs(grammars), transfer.transfer)
     publisher = make_event_publisher(config.kv_events)
     core = EngineCore(
         scheduler,
@@ -101,3 +108,23 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         pooling=None if config.pooling is None else config.pooling.summary,
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)
+
+
+class LazyGrammarBackend:
+    """Builds the backend on first use: reading a large vocabulary takes a second, unneeded without structured
+    outputs.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.num_words = cdiv(config.model.vocab_size, 32)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return self._backend.compile(spec)
+
+    @functools.cached_property
+    def _backend(self) -> GrammarBackend:
+        tokenizer = load_tokenizer(self._config)
+        assert tokenizer is not None, "structured outputs without a tokenizer"
+        eos = eos_token_ids(self._config, tokenizer)
+        return LLGuidanceBackend(tokenizer.backend.to_str(), self._config.model.vocab_size, eos)

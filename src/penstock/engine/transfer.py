@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from penstock.config.engine import EngineConfig
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
@@ -68,19 +67,14 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Work
         "arithmetic": _arithmetic(config, facts[0]),
         "weights": digest_weights(facts).hex(),
     }
-    digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
-    for folder in _model_folders(config):
-        digest.update((folder / "config.json").read_bytes())
-    return digest.digest()
+    described = json.dumps(layout, sort_keys=True).encode()
+    return hashlib.blake2b(described + _model_configs(config), digest_size=16).digest()
 
 
 def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[str, str]:
     """Returns by name everything that must be equal for KV to have the same meaning, except its layout."""
-    configs = hashlib.blake2b(digest_size=8)
-    for folder in _model_folders(config):
-        configs.update((folder / "config.json").read_bytes())
     return {
-        "model configuration": configs.hexdigest(),
+        "model configuration": hashlib.blake2b(_model_configs(config), digest_size=8).hexdigest(),
         "weights": digest_weights(facts).hex(),
         "dtype": config.model.dtype,
         "speculator": ", ".join(layer.name for layer in cache.attached) or "none",
@@ -95,5 +89,6 @@ def _arithmetic(config: EngineConfig, facts: WorkerFacts) -> str:
     return f"{named} num_threads={facts.num_threads}" if is_divided else named
 
 
-def _model_folders(config: EngineConfig) -> list[Path]:
-    return [config.model.path, *(config.speculative.model_paths if config.speculative is not None else ())]
+def _model_configs(config: EngineConfig) -> bytes:
+    folders = [config.model.path, *(config.speculative.model_paths if config.speculative is not None else ())]
+    return b"".join((folder / "config.json").read_bytes() for folder in folders)

@@ -5,8 +5,8 @@ overlap; on a GPU the caller only launches. With several ranks each has a thread
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from penstock.config import env
 from penstock.executor.executor import Later, OverTheWire, Pending, WorkerHandle
@@ -22,78 +22,46 @@ def make_local_worker(load: LoadWorker, abort: Callable[[], None] | None = None)
     """Makes the worker of a rank in this process. With several ranks, a failing rank calls `abort` to end the waits of
     the others. In debug mode every message is encoded and decoded, as between processes.
     """
-    is_debug = env.debug()
-    load = CODEC.copy(load) if is_debug else load
-    worker = LocalWorker(load) if abort is None else ThreadWorker(LocalWorker(load, is_direct=True), abort)
-    return OverTheWire(worker) if is_debug else worker
+    if env.debug():
+        return OverTheWire(LocalWorker(CODEC.copy(load), abort))
+    return LocalWorker(load, abort)
 
 
 class LocalWorker:
-    """Drives a worker on this process's device (`WorkerHandle`)."""
+    """Drives a worker on this process's device (`WorkerHandle`).
 
-    def __init__(self, load: LoadWorker, is_direct: bool = False) -> None:
-        """`is_direct`: steps run on the calling thread, whether they overlap or not."""
+    One of several ranks does everything on its own thread. A single rank has a thread only for steps that overlap with
+    the caller's work: the kernels release the interpreter lock.
+    """
+
+    def __init__(self, load: LoadWorker, abort: Callable[[], None] | None) -> None:
         self._load = load
-        self._is_direct = is_direct
-        self._loaded: LoadedWorker | None = None
-        self._steps: Steps = NoSteps()
-
-    def load(self) -> Pending[WorkerFacts]:
-        loaded = self._loaded = load_worker(self._load)
-        return Later(lambda: loaded.facts)
-
-    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
-        assert self._loaded is not None, "initialize before load"
-        worker = self._loaded.initialize(plan)
-        is_direct = self._is_direct or worker.ready.runs_ahead or plan.limits.max_num_in_flight == 1
-        self._steps = worker if is_direct else ThreadedSteps(worker)
-        return Later(lambda: worker.ready)
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._steps.execute_model(plan)
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        return self._steps.sample_tokens(grammars)
-
-    def watch(self, on_death: Callable[[], None]) -> None:
-        """Does nothing: the rank lives as long as this process."""
-
-    def check(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def hang_up(self) -> None: ...
-
-    def shutdown(self) -> None:
-        self._steps.shutdown()
-
-
-class ThreadWorker:
-    """A worker that runs on its own thread (`WorkerHandle`), as one of several ranks."""
-
-    def __init__(self, worker: LocalWorker, abort: Callable[[], None]) -> None:
-        self._worker = worker
         self._abort = abort
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-rank")
-        self._forward: Future[None] | None = None
+        self._thread = None if abort is None else _make_thread()
+        self._loaded: LoadedWorker | None = None
+        self._worker: Worker | None = None
+        self._forward: Pending[None] | None = None
         self._failure: BaseException | None = None
 
     def load(self) -> Pending[WorkerFacts]:
-        return self._submit(lambda: self._worker.load().result())
+        return self._submit(self._load_now)
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
-        return self._submit(lambda: self._worker.initialize(plan).result())
+        return self._submit(lambda: self._initialize_now(plan))
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._forward = self._submit(lambda: self._worker.execute_model(plan))
+        worker = self._initialized
+        self._forward = self._submit(lambda: worker.execute_model(plan))
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        forward, self._forward = self._forward, None
+        worker, forward, self._forward = self._initialized, self._forward, None
         assert forward is not None, "sample_tokens without execute_model"
+        if self._thread is None:
+            return worker.sample_tokens(grammars)
 
         def sample() -> ModelRunnerOutput:
             forward.result()
-            return self._worker.sample_tokens(grammars).result()
+            return worker.sample_tokens(grammars).result()
 
         return self._submit(sample)
 
@@ -109,66 +77,43 @@ class ThreadWorker:
     def hang_up(self) -> None: ...
 
     def shutdown(self) -> None:
-        self._thread.shutdown()
-        self._worker.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
 
-    def _submit(self, run: Callable[[], _Answer]) -> Future[_Answer]:
-        def or_abort() -> _Answer:
-            try:
-                return run()
-            except BaseException as error:
+    @property
+    def _initialized(self) -> Worker:
+        assert self._worker is not None, "a step before initialize"
+        return self._worker
+
+    def _load_now(self) -> WorkerFacts:
+        self._loaded = load_worker(self._load)
+        return self._loaded.facts
+
+    def _initialize_now(self, plan: InitializeWorker) -> WorkerReady:
+        assert self._loaded is not None, "initialize before load"
+        self._worker = self._loaded.initialize(plan)
+        if self._thread is None and plan.limits.max_num_in_flight > 1 and not self._worker.ready.runs_ahead:
+            self._thread = _make_thread()
+        return self._worker.ready
+
+    def _submit(self, run: Callable[[], _Answer]) -> Pending[_Answer]:
+        """Runs it on the thread, or at once if there is none."""
+        if self._thread is not None:
+            return self._thread.submit(self._run_or_abort, run)
+        answer = run()
+        return Later(lambda: answer)
+
+    def _run_or_abort(self, run: Callable[[], _Answer]) -> _Answer:
+        try:
+            return run()
+        except BaseException as error:
+            if self._abort is not None:
                 self._failure = self._failure or error
                 self._abort()
-                raise
-
-        return self._thread.submit(or_abort)
+            raise
 
 
-class Steps(Protocol):
-    """Runs the steps of a local worker. A `Worker` runs or launches them on the calling thread."""
-
-    def execute_model(self, plan: SchedulerOutput) -> None: ...
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]: ...
-
-    def shutdown(self) -> None: ...
-
-
-class NoSteps:
-    """Stands for the steps of a worker that is not initialized: every step raises AssertionError."""
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        raise AssertionError("a step before initialize")
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        raise AssertionError("a step before initialize")
-
-    def shutdown(self) -> None: ...
-
-
-class ThreadedSteps:
-    """Runs the steps in order on one thread, while the caller schedules the next.
-
-    The kernels release the interpreter lock, so the two overlap.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-worker")
-        self._forward: Future[None] | None = None
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._forward = self._thread.submit(self._worker.execute_model, plan)
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        forward, self._forward = self._forward, None
-        assert forward is not None, "sample_tokens without execute_model"
-        return self._thread.submit(self._sample_after, forward, grammars)
-
-    def _sample_after(self, forward: Future[None], grammars: GrammarOutput | None) -> ModelRunnerOutput:
-        forward.result()
-        return self._worker.sample_tokens(grammars).result()
-
-    def shutdown(self) -> None:
-        self._thread.shutdown()
-        self._worker.shutdown()
+def _make_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-rank")

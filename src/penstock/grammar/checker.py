@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.grammar.checker_process import CODEC, Ready, Start, Verdict
+from penstock.grammar.checker_process import CODEC, Start, Verdict
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.errors import OverloadedError, RequestError
@@ -117,17 +117,13 @@ class GrammarChecker:
         if self._process is None:
             self._process = await _Process.open()
             try:
-                answer = await asyncio.wait_for(self._process.ask(self._start), _START_SECONDS)
-            except OSError as error:  # TimeoutError is a subclass.
+                await asyncio.wait_for(self._process.ask(self._start), _START_SECONDS)
+            except BaseException as error:
                 await self._kill()
-                raise OverloadedError(f"the grammar checker does not start: {error or 'it takes too long'}") from None
-            except asyncio.CancelledError:
-                await self._kill()
+                if isinstance(error, OSError):  # TimeoutError is a subclass.
+                    reason = error or "it takes too long"
+                    raise OverloadedError(f"the grammar checker does not start: {reason}") from None
                 raise
-            if isinstance(answer, Failed):
-                await self._kill()
-                raise RequestError(answer.message, "structured_outputs")
-            assert isinstance(answer, Ready), answer
         return self._process
 
     async def _kill(self) -> None:
@@ -155,16 +151,18 @@ class _Process:
         return self._process.pid
 
     async def ask(self, message: Any) -> Any:
-        """Returns the answer to `message`, a `Failed` if it must not be asked again. Raises OSError if the process has
-        ended.
+        """Returns the answer to `message`. Raises OSError if the process has ended, and RequestError if every one would
+        end.
         """
         self._writer.write(CODEC.encode(message))
         await self._writer.drain()
         while data := await self._reader.read(_RECEIVE_BYTES):
             for answer in self._frames.feed(data):
-                if isinstance(answer, Failed) and not answer.is_config:
-                    raise ConnectionResetError(answer.message)
-                return answer
+                if not isinstance(answer, Failed):
+                    return answer
+                if answer.is_config:
+                    raise RequestError(answer.message, "structured_outputs")
+                raise ConnectionResetError(answer.message)
         raise ConnectionResetError("the process ended")
 
     async def kill(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from penstock.config import env
 from penstock.config.engine import EngineConfig
 from penstock.config.kv_cache_groups import cache_of_one_rank
+from penstock.config.parallel import ParallelConfig
 from penstock.kernels import native
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.factory import import_connector, make_worker_connector
@@ -27,7 +28,8 @@ from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
-from penstock.parallel.groups import RankLinks
+from penstock.parallel.groups import NO_LINKS, RankLinks
+from penstock.parallel.shared_memory import shared_links
 from penstock.runner.kv_cache import KVCache, allocate_kv_cache, allocate_shared_kv_cache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import memory_for
@@ -35,12 +37,13 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import PendingOutput
 from penstock.runner.parts import DeviceParts
 from penstock.utils import logging
+from penstock.utils.errors import ConfigError, EngineDeadError
+from penstock.utils.shared_memory import attach_memory
 from penstock.worker.build_runner import make_runner
 from penstock.worker.compile_ahead import compiling_ahead
 from penstock.worker.load import load_model
-from penstock.worker.meeting import meet
 from penstock.worker.memory_profile import memory_budget, step_advice
-from penstock.worker.messages import InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
+from penstock.worker.messages import InitializeWorker, LoadWorker, Rendezvous, WorkerFacts, WorkerReady
 from penstock.worker.parts import make_config, make_parts
 
 
@@ -60,6 +63,30 @@ def load_worker(message: LoadWorker) -> LoadedWorker:
         loaded = load_model(config, parts, shard, links)
         wait_for_kernels()
     return LoadedWorker(config, shard, loaded, parts)
+
+
+def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, parts: DeviceParts) -> RankLinks:
+    """Returns the rank's connections to the others. Raises EngineDeadError if their memory no longer exists, and
+    ConfigError for memory that the device cannot use.
+    """
+    if parallel.num_ranks == 1:
+        return NO_LINKS
+    if rendezvous.memory is not None and not parts.shares_main_memory:
+        raise ConfigError(
+            "torch sees a GPU and CUDA's driver (libcuda.so.1) lists none, so the ranks would exchange tensors through "
+            "main memory, which ranks on GPUs cannot: set device=cpu, or repair the driver's installation"
+        )
+    if rendezvous.memory is not None:
+        try:
+            memory = attach_memory(rendezvous.memory, rendezvous.num_bytes)
+        except OSError as error:
+            raise EngineDeadError(f"the memory that the ranks share cannot be mapped: {error}") from error
+        return shared_links(memory, parallel.pp, parallel.tp, shard)
+    # Imported here: ranks on one host need no torch.distributed.
+    from penstock.parallel.distributed import distributed_links
+
+    assert rendezvous.address is not None, f"{parallel} without a rendezvous"
+    return distributed_links(rendezvous.address, parallel.pp, parallel.tp, shard, parts.collectives)
 
 
 class LoadedWorker:

@@ -24,8 +24,7 @@ import numpy as np
 from penstock.kv_transfer.transports.agents import AgentSettings, helper_environment
 from penstock.kv_transfer.transports.base import PeerId
 from penstock.kv_transfer.transports.flat_memory import AddressSpace, check_registered, named_regions
-from penstock.kv_transfer.transports.helper import HelperProcess
-from penstock.kv_transfer.transports.helper_messages import OpenAgent, ServedMemory
+from penstock.kv_transfer.transports.helper import HelperProcess, OpenAgent, ServedMemory
 from penstock.kv_transfer.transports.listener import listen_on
 from penstock.kv_transfer.transports.peers import Lane, Peer, PeerTransport
 from penstock.kv_transfer.transports.socket_protocol import (

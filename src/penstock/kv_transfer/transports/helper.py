@@ -1,19 +1,54 @@
-"""The engine's side of a helper process: starts it, sends it requests, and ends it by a signal."""
+"""A helper process, for the engine, and their messages, with one answer for each request.
+
+OpenAgent  ->
+           <-  ServedMemory, or Failed
+Read       ->
+           <-  Landed, or Failed; after a failure the helper ends
+"""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from penstock.config import env
-from penstock.kv_transfer.transports.helper_messages import CODEC, AgentReady, Landed, OpenAgent, Read, ServedMemory
+from penstock.kv_transfer.transports.agents import AgentSettings
+from penstock.kv_transfer.transports.flat_memory import NamedRegion
 from penstock.utils.child_process import Channel, ChildProcess, Failed
 from penstock.utils.errors import ConfigError, PeerError, WireError
+from penstock.utils.wire import Codec
 
 _PROGRAM = ("-m", "penstock.kv_transfer.transports.helper_process")
 
 _Answer = TypeVar("_Answer")
+
+
+class ServedMemory(msgspec.Struct, frozen=True):
+    """An agent's descriptor, and the address and number of bytes of each of its regions."""
+
+    agent: bytes
+    regions: tuple[tuple[int, int], ...]
+
+
+class OpenAgent(msgspec.Struct, frozen=True):
+    """With a `peer` the agent reads its memory into the regions. Without one it serves them."""
+
+    settings: AgentSettings
+    regions: tuple[NamedRegion, ...]
+    peer: ServedMemory | None
+
+
+class Read(msgspec.Struct, frozen=True):
+    runs: np.ndarray  # [n, 3] int64, checked
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """The last byte has landed."""
+
+
+CODEC = Codec(OpenAgent, ServedMemory, Read, Landed, Failed)
 
 
 class HelperProcess(ChildProcess):
@@ -31,7 +66,7 @@ class HelperProcess(ChildProcess):
     def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
         """Opens an agent. Raises PeerError, or ConfigError if the configuration or the installation must change."""
         self.connection.settimeout(seconds)
-        memory = self._ask(message, AgentReady).memory
+        memory = self._ask(message, ServedMemory)
         self.connection.settimeout(None)
         return memory
 

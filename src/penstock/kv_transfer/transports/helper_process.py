@@ -11,11 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import numpy as np
-
 from penstock.kv_transfer.transports.agents import Agent, AgentSettings
-from penstock.kv_transfer.transports.flat_memory import AddressSpace, pair_segments
-from penstock.kv_transfer.transports.helper_messages import CODEC, AgentReady, Landed, OpenAgent, Read, ServedMemory
+from penstock.kv_transfer.transports.flat_memory import AddressSpace, merged, pair_segments
+from penstock.kv_transfer.transports.helper import CODEC, Landed, OpenAgent, Read, ServedMemory
 from penstock.kv_transfer.transports.mooncake_agent import MooncakeAgent
 from penstock.kv_transfer.transports.nixl_agent import NixlAgent
 from penstock.utils import logging
@@ -28,56 +26,29 @@ _logger = logging.get_logger(__name__)
 _AGENTS: dict[str, Callable[[AgentSettings], Agent]] = {"mooncake": MooncakeAgent, "nixl": NixlAgent}
 
 
-def make_agent(settings: AgentSettings) -> Agent:
-    return _AGENTS[settings.library](settings)
-
-
-class Helper:
-    """One agent over the memory that it was opened with."""
-
-    def __init__(self, message: OpenAgent) -> None:
-        self._memories = [attach_memory(region.path, region.num_bytes) for region in message.regions]
-        regions = tuple((memory.address, len(memory.view)) for memory in self._memories)
-        self._local = AddressSpace(regions)
-        self._agent = make_agent(message.settings)
-        self._agent.register(regions)
-        self.memory = ServedMemory(self._agent.descriptor(), regions)
-        self._remote = AddressSpace()
-        if message.peer is not None:
-            self._remote = AddressSpace(message.peer.regions)
-            self._agent.connect(message.peer.agent)
-
-    def read(self, message: Read) -> None:
-        pieces = joined(pair_segments(self._local, self._remote, message.runs))
-        size = self._agent.max_pieces
-        for start in range(0, len(pieces), size):
-            self._agent.read(pieces[start : start + size])
-
-
-def joined(pieces: np.ndarray) -> np.ndarray:
-    """Returns the same copies, [n, 3] int64 of two addresses and bytes, in as few pieces as their order allows."""
-    if len(pieces) < 2:
-        return pieces
-    is_first = np.ones(len(pieces), bool)
-    is_first[1:] = (pieces[1:, :2] != pieces[:-1, :2] + pieces[:-1, 2:]).any(1)
-    sizes = np.add.reduceat(pieces[:, 2], np.flatnonzero(is_first))
-    return np.column_stack([pieces[is_first, :2], sizes])
-
-
 def serve(engine: Parent) -> None:
-    """Answers the messages of the engine. Raises what the agent raises."""
+    """Opens an agent, and answers the messages of the engine. Raises what the agent raises."""
     messages = iter(engine)
-    message = next(messages, None)
-    if message is None:
+    opening = next(messages, None)
+    if opening is None:
         return
-    if not isinstance(message, OpenAgent):
-        raise WireError(f"a helper expects OpenAgent first, not {type(message).__name__}")
-    helper = Helper(message)
-    engine.send(AgentReady(helper.memory))
+    if not isinstance(opening, OpenAgent):
+        raise WireError(f"a helper expects OpenAgent first, not {type(opening).__name__}")
+    memories = [attach_memory(region.path, region.num_bytes) for region in opening.regions]
+    regions = tuple((memory.address, len(memory.view)) for memory in memories)
+    local, remote = AddressSpace(regions), AddressSpace()
+    agent = _AGENTS[opening.settings.library](opening.settings)
+    agent.register(regions)
+    if opening.peer is not None:
+        remote = AddressSpace(opening.peer.regions)
+        agent.connect(opening.peer.agent)
+    engine.send(ServedMemory(agent.descriptor(), regions))
     for message in messages:
         if not isinstance(message, Read):
             raise WireError(f"a helper does not accept {type(message).__name__}")
-        helper.read(message)
+        pieces = merged(pair_segments(local, remote, message.runs))
+        for start in range(0, len(pieces), agent.max_pieces):
+            agent.read(pieces[start : start + agent.max_pieces])
         engine.send(Landed())
 
 
