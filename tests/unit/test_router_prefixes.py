@@ -12,8 +12,7 @@ from penstock.engine.kv_events import encode_batch
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.router.kv_view import KVView
 from penstock.router.prompts import question_of, salts_of, tokens_of
-from penstock.utils.cache_salt import scoped_salt
-from penstock.utils.held_blocks import PromptKeys
+from penstock.utils.held_blocks import PromptKeys, scoped_salt
 
 
 def stored(first: int, count: int, salt: str | None = None, *, group: int = 0, **more: Any) -> BlockStored:
