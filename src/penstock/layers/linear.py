@@ -68,7 +68,7 @@ class GatheredLinear:
 
 
 class JoiningLinear(Protocol):
-    """A layer of whose input every rank of a group has its own features: [T, own features] -> [T, size]."""
+    """A layer whose input is divided: every rank of a group has other features. [T, own features] -> [T, size]."""
 
     own: Linear
 
@@ -76,7 +76,7 @@ class JoiningLinear(Protocol):
 
 
 class GatheringLinear:
-    """Gathers the input, of which every rank then computes its share of the outputs (`JoiningLinear`)."""
+    """Gathers the input, from which every rank then computes its share of the outputs (`JoiningLinear`)."""
 
     def __init__(self, gather: Gather, layer: GatheredLinear) -> None:
         self.own = layer.own

@@ -1,4 +1,4 @@
-"""The model's pass of an engine whose model is an encoder: whole prompts, of which no KV is kept.
+"""The model's pass of an engine whose model is an encoder: it runs whole prompts and keeps no KV.
 
 The keys and values of a step's prompts are written to consecutive blocks of a workspace. Every layer overwrites them
 and reads them back in the same call, so that the scheduler allocates no blocks.

@@ -31,7 +31,7 @@ from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOu
 from penstock.simulation.backing import Parts, Site
 from penstock.utils.errors import RequestError
 
-_UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
+_UNKNOWN = TransferReport("unknown/load-0", (0, 0), TransferStatus.DONE)
 
 
 class CheckedScheduler(Forwarding):
