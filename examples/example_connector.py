@@ -120,7 +120,7 @@ class ExampleScheduler(NullSchedulerConnector):
         return Match(found * self._block_size) if found else NO_MATCH
 
     def _has_all_shards(self, name: str) -> bool:
-        return all((self._folder / _of_shard(name, shard)).exists() for shard in self._shards)
+        return all((self._folder / _shard_file(name, shard)).exists() for shard in self._shards)
 
     def update_state_after_alloc(
         self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
@@ -189,7 +189,7 @@ class ExampleWorker(NullWorkerConnector):
         """Opens the files; their layers are copied one by one, except for layers that the model itself does not run."""
         for placed in self._placed():
             try:
-                tensors = load_file(self._folder / _of_shard(placed[1], self._shard))
+                tensors = load_file(self._folder / _shard_file(placed[1], self._shard))
                 if [(name, each.nbytes) for name, each in sorted(tensors.items())] != sorted(self._bytes_of.items()):
                     raise ValueError("it holds other layers")
                 self._files[placed] = tensors
@@ -236,7 +236,7 @@ class ExampleWorker(NullWorkerConnector):
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(save(tensors))
-            os.replace(file.name, self._folder / _of_shard(name, self._shard))
+            os.replace(file.name, self._folder / _shard_file(name, self._shard))
         except OSError as error:
             logger.warning("KV of block %s cannot be saved: %s", name, error)
             with contextlib.suppress(OSError, UnboundLocalError):
@@ -247,5 +247,5 @@ def _file_name(block_hash: bytes) -> str:
     return block_hash.hex()
 
 
-def _of_shard(name: str, shard: ShardId) -> str:
+def _shard_file(name: str, shard: ShardId) -> str:
     return f"{name}.pp{shard[0]}.tp{shard[1]}.safetensors"

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.kernels import native
-from penstock.utils import cores
+from penstock.utils import machine
 from tests.architecture.sources import ROOT
 
 
@@ -46,7 +46,7 @@ def test_the_library_can_be_left_out(tmp_path: Path) -> None:
 def test_threads_respect_the_cgroup(quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     monkeypatch.setattr(native, "_TORCH_THREADS", 8)
-    monkeypatch.setattr(cores, "CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine, "CGROUP_QUOTA", tmp_path / "cpu.max")
     assert native.default_num_threads() == expected
 
 

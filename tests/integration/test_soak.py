@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli import soak as soak_command
+from penstock.cli import verify as verify_command
 from penstock.cli.main import main
 from penstock.config.engine import EngineArgs
 from penstock.kernels import native
@@ -60,7 +60,7 @@ def test_a_fault_in_one_layer_is_named(folders: Path, capsys: pytest.CaptureFixt
         "log.txt", "plan.json", "rows.npy", "start.json",
     ]  # fmt: skip
     assert finding.reference.is_dir()
-    described = soak_command._describe(finding)
+    described = verify_command._describe_finding(finding)
     assert "first in   layer 3" in described
     assert "at         position 20 of request 2" in described
     assert f"recorded   {finding.folder}" in described

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.exhaustive
 
 def test_the_engine_core_counts_the_null_gpu(library: Path) -> None:
     # In a process of its own, because the library stays loaded.
-    code = "import sys; from penstock.utils.gpus import count_gpus; print(count_gpus(sys.argv[1]))"
+    code = "import sys; from penstock.utils.machine import count_gpus; print(count_gpus(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
 

@@ -12,7 +12,7 @@ from penstock.config.replicas import core_plans
 from penstock.executor import factory
 from penstock.executor.remote import start_worker
 from penstock.utils.errors import ConfigError, EngineDeadError
-from penstock.utils.gpus import count_gpus
+from penstock.utils.machine import count_gpus
 from penstock.worker.messages import LoadWorker
 
 

@@ -21,7 +21,7 @@ from penstock.parallel.distributed import _all_reduce, _DistributedGroup, distri
 from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel
 from penstock.parallel.rank_memory import Layout, abort, create_rank_memory
 from penstock.parallel.shared_memory import shared_links
-from penstock.utils import cores
+from penstock.utils import machine
 from penstock.utils.errors import ConfigError, RanksLostError
 from penstock.utils.hosts import free_port
 from tests.unit.rank_harness import SOON_S, Ranks, own_part, raises_soon, random_bits, run_ranks, same_bits
@@ -574,12 +574,12 @@ def test_ranks_spin_only_where_each_can_have_a_core(
 
 
 def test_cores_are_limited_by_affinity_and_by_the_cgroup(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "CGROUP_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    assert cores.usable_cores() == 4
+    monkeypatch.setattr(machine, "CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert machine.usable_cores() == 4
     for quota, expected in (("max 100000", 4), ("150000 100000", 2), ("10000 100000", 1), ("900000 100000", 4)):
         (tmp_path / "cpu.max").write_text(quota)
-        assert cores.usable_cores() == expected
+        assert machine.usable_cores() == expected
 
 
 @pytest.mark.parametrize(("address", "backend"), [("nowhere", "gloo"), ("127.0.0.1:1", "mpi"), ("host:", "gloo")])

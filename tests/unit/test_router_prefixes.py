@@ -12,8 +12,7 @@ from penstock.engine.kv_events import encode_batch
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.router.kv_view import KVView
 from penstock.router.prompts import question_of, salts_of, tokens_of
-from penstock.utils.cache_salt import scoped_salt
-from penstock.utils.held_blocks import PromptKeys
+from penstock.utils.held_blocks import PromptKeys, scoped_salt
 
 
 def stored(first: int, count: int, salt: str | None = None, *, group: int = 0, **more: Any) -> BlockStored:
@@ -44,14 +43,14 @@ def view(*events: KVEvent) -> KVView:
 
 
 def cached(made: KVView, num_tokens: int = 40, *salts: str) -> int:
-    return made.num_cached(PromptKeys(range(num_tokens), salts or ("",)))
+    return made.held.num_cached(PromptKeys(range(num_tokens), salts or ("",)))
 
 
 def test_the_cached_beginning_of_a_prompt_counts_in_whole_blocks() -> None:
     made = view(stored(0, 3), stored(3, 2))
     assert [cached(made, count) for count in (3, 4, 19, 20, 40)] == [0, 4, 16, 20, 20]
-    assert made.num_cached(PromptKeys([9, *range(1, 40)], ("",))) == 0
-    assert made.num_cached(PromptKeys([*range(8), 9, *range(9, 40)], ("",))) == 8
+    assert made.held.num_cached(PromptKeys([9, *range(1, 40)], ("",))) == 0
+    assert made.held.num_cached(PromptKeys([*range(8), 9, *range(9, 40)], ("",))) == 8
 
 
 def test_removed_and_cleared_blocks_do_not_count() -> None:
@@ -61,7 +60,7 @@ def test_removed_and_cleared_blocks_do_not_count() -> None:
     made.receive(3, batch(stored(2, 1)))
     assert cached(made) == 20
     made.receive(4, batch(AllBlocksCleared()))
-    assert (cached(made), made.num_blocks) == (0, 0)
+    assert (cached(made), made.held.num_blocks) == (0, 0)
 
 
 def test_a_block_counts_until_its_last_copy_is_removed() -> None:

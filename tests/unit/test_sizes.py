@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from penstock.utils.sizes import format_size, parse_size
+from penstock.cli.parser import format_size, size
 
 
 @pytest.mark.parametrize(
@@ -22,18 +24,18 @@ from penstock.utils.sizes import format_size, parse_size
     ],
 )
 def test_sizes_are_exact(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+    assert size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5GBB", "1e9", "five", "5 5GB", "٥GB", "0x10"])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a size such as 5GB"):
-        parse_size(text)
+    with pytest.raises(ArgumentTypeError, match="must be a size such as 5GB"):
+        size(text)
 
 
 def test_an_ambiguous_unit_is_refused_with_both_meanings() -> None:
-    with pytest.raises(ValueError, match=r"5GB .* or 5GiB"):
-        parse_size("5G")
+    with pytest.raises(ArgumentTypeError, match=r"5GB .* or 5GiB"):
+        size("5G")
 
 
 def test_sizes_are_shown_in_binary_units() -> None:

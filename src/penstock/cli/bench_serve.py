@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.parser import count, count_from_zero, number, whole_number
+from penstock.cli.parser import add_values, count, count_from_zero, number, whole_number
+from penstock.cli.sampling_args import NUMBERS
 from penstock.loadgen import results
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -30,15 +31,9 @@ _EMBEDDINGS = "openai-embeddings"
 _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", _EMBEDDINGS: "/v1/embeddings"}
 _DEFAULT_NUM_PROMPTS = 1000
 _DEFAULT_OUTPUT_LEN = 128
-_SAMPLING: dict[str, Callable[[str], float]] = {
-    "temperature": number,
-    "top_p": number,
-    "top_k": whole_number,
-    "min_p": number,
-    "frequency_penalty": number,
-    "presence_penalty": number,
-    "repetition_penalty": number,
-}
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
 _HEADERS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -68,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_traffic_args(parser.add_argument_group("traffic"))
     _add_report_args(parser.add_argument_group("report"))
     sampling = parser.add_argument_group("sampling (defaults: those of the server)")
-    for name, kind in _SAMPLING.items():
-        sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N" if kind is whole_number else "X")
+    for name in _SAMPLING:
+        kind, metavar, _ = NUMBERS[name]
+        sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar)
     parser.set_defaults(run=run)
 
 
@@ -83,13 +79,8 @@ def _add_server_args(group: Any) -> None:
     group.add_argument("--endpoint", metavar="PATH", help="path of the requests (default: by --backend)")
     group.add_argument("--model", metavar="NAME", help="model to request (default: the first of /v1/models)")
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=count_from_zero,
-        default=0,
-        metavar="SECONDS",
-        help="how long to wait for /v1/models to answer (default: 0)",
-    )
+    wait = "how long to wait for /v1/models to answer (default: 0)"
+    add_values(group, ("--ready-check-timeout-sec", count_from_zero, 0, "SECONDS", wait))
 
 
 def _add_dataset_args(group: Any) -> None:
@@ -106,68 +97,33 @@ def _add_dataset_args(group: Any) -> None:
     )
     group.add_argument("--random-input-len", type=count, default=1024, metavar="N", help="(default: 1024)")
     group.add_argument("--random-output-len", type=count, metavar="N", help=f"(default: {_DEFAULT_OUTPUT_LEN})")
-    group.add_argument(
-        "--random-range-ratio",
-        type=ratio,
-        default=0.0,
-        metavar="X",
-        help="lengths vary by up to this share in both directions (default: 0)",
+    add_values(
+        group,
+        ("--random-range-ratio", ratio, 0.0, "X", "lengths vary by up to this share in both directions (default: 0)"),
+        ("--random-prefix-len", count_from_zero, 0, "N", "tokens shared by all prompts (default: 0)"),
+        ("--sharegpt-output-len", count, None, "N", "(default: the answers' lengths)"),
     )
-    group.add_argument(
-        "--random-prefix-len",
-        type=count_from_zero,
-        default=0,
-        metavar="N",
-        help="tokens shared by all prompts (default: 0)",
-    )
-    group.add_argument("--sharegpt-output-len", type=count, metavar="N", help="(default: the answers' lengths)")
     group.add_argument("--ignore-eos", action="store_true", help="sharegpt: generate up to the output length")
-    group.add_argument(
-        "--seed", type=whole_number, default=0, metavar="N", help="of prompts, lengths and arrivals (default: 0)"
-    )
+    add_values(group, ("--seed", whole_number, 0, "N", "of prompts, lengths and arrivals (default: 0)"))
 
 
 def _add_traffic_args(group: Any) -> None:
-    group.add_argument(
-        "--request-rate",
-        type=positive_number,
-        default=math.inf,
-        metavar="X",
-        help="requests per second (default: inf, all at once)",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=positive_number,
-        default=1.0,
-        metavar="X",
-        help="1 is Poisson (default), less is burstier, inf is even",
-    )
-    group.add_argument(
-        "--trace-scale", type=positive_number, default=1.0, metavar="X", help="replay a trace X times as fast"
-    )
-    group.add_argument("--max-concurrency", type=count, metavar="N", help="most requests in flight (default: no limit)")
-    group.add_argument(
-        "--num-warmups",
-        type=count_from_zero,
-        default=0,
-        metavar="N",
-        help="requests sent before the measurement (default: 0)",
+    add_values(
+        group,
+        ("--request-rate", positive_number, math.inf, "X", "requests per second (default: inf, all at once)"),
+        ("--burstiness", positive_number, 1.0, "X", "1 is Poisson (default), less is burstier, inf is even"),
+        ("--trace-scale", positive_number, 1.0, "X", "replay a trace X times as fast"),
+        ("--max-concurrency", count, None, "N", "most requests in flight (default: no limit)"),
+        ("--num-warmups", count_from_zero, 0, "N", "requests sent before the measurement (default: 0)"),
     )
 
 
 def _add_report_args(group: Any) -> None:
-    group.add_argument(
-        "--percentile-metrics",
-        type=metric_names,
-        metavar="NAMES",
-        help=f"latencies to report (default: {','.join(results.METRICS)}; of embeddings: e2el)",
-    )
-    group.add_argument(
-        "--metric-percentiles",
-        type=percentages,
-        default=(99.0,),
-        metavar="NUMBERS",
-        help="such as 50,90,99 (default: 99)",
+    latencies = f"latencies to report (default: {','.join(results.METRICS)}; of embeddings: e2el)"
+    add_values(
+        group,
+        ("--percentile-metrics", metric_names, None, "NAMES", latencies),
+        ("--metric-percentiles", percentages, (99.0,), "NUMBERS", "such as 50,90,99 (default: 99)"),
     )
     group.add_argument(
         "--goodput",

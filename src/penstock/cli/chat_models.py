@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.loadgen.stream import error_message
 from penstock.utils.errors import ConfigError, PeerError, PenstockError, RequestError
 
 if TYPE_CHECKING:
@@ -177,8 +178,7 @@ def _request_error(error: urllib.error.HTTPError) -> RequestError:
 
 
 def _error_message(body: Any) -> str:
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:_ERROR_CHARACTERS]
+    return error_message(body)[:_ERROR_CHARACTERS]
 
 
 def _error_code(body: Any) -> str | None:

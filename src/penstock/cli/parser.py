@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from penstock.utils.names import nearest
-from penstock.utils.sizes import format_size, parse_size
 
 USAGE_ERROR = 2
 _COLUMNS, _MOST_COLUMNS = 80, 100
 _HELP_POSITION = 32
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+_AMBIGUOUS = tuple("kmgt")
+_SIZE = re.compile(r"([0-9]+|[0-9]+\.[0-9]*|\.[0-9]+)\s*([a-z]*)")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -80,6 +86,12 @@ class Switch(argparse.BooleanOptionalAction):
         return self.option_strings[0]
 
 
+def add_values(group: Any, *flags: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
+    """Adds flags that take a value: name, type, default, metavar and help."""
+    for flag, kind, default, metavar, text in flags:
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+
 def whole_number(text: str) -> int:
     try:
         return int(text)
@@ -95,11 +107,29 @@ def number(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes, with or without a unit."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """Bytes from a number and a unit: `5GB` (10^9 each), `512MiB` (2^20 each), `1.5 TiB`, or a plain number of bytes.
+
+    Raises ArgumentTypeError with a message that describes the accepted forms.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None or match[2] not in (*_UNITS, *_AMBIGUOUS):
+        raise argparse.ArgumentTypeError(f"must be a size such as 5GB, 512MiB or 1048576, got {text!r}")
+    amount, unit = match.groups()
+    if unit in _AMBIGUOUS:
+        unit = unit.upper()
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is ambiguous: write {amount}{unit}B (1000s) or {amount}{unit}iB (1024s)"
+        )
+    return int(amount) * _UNITS[unit] if amount.isdigit() else int(float(amount) * _UNITS[unit])
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact form in binary units, else two digits of the largest unit: `16 MiB`, `4.66 GiB`."""
+    units = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)]
+    for unit, factor in units:
+        if num_bytes >= factor:
+            return f"{num_bytes // factor} {unit}" if num_bytes % factor == 0 else f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} B"
 
 
 def count(text: str, low: int = 1) -> int:

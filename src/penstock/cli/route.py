@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from penstock.cli.parser import count, count_from_zero, number, whole_number
+from penstock.cli.parser import add_values, count, count_from_zero, number, whole_number
 from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.errors import ConfigError
@@ -18,30 +18,19 @@ DESCRIPTION = """\
 One address for several engines. Instances of --serve compute whole requests,
 those of --prefill the prompts and those of --decode the answers of the others."""
 
+_EVENTS = "URL,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT] follows KV events, for each of the three"
 _GC_THRESHOLD = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock route [--serve URL]... [--prefill URL --decode URL]... [flags]"
     instances = parser.add_argument_group("instances")
-    instances.add_argument(
-        "--prefill",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="computes prompts; URL,bootstrap=URL for MooncakeConnector; may be repeated",
-    )
-    instances.add_argument(
-        "--decode", action="append", default=[], metavar="URL", help="computes answers; may be repeated"
-    )
-    instances.add_argument(
-        "--serve",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="computes whole requests; may be repeated. URL,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT] follows KV "
-        "events, for each of the three",
-    )
+    for flag, text in (
+        ("--prefill", "computes prompts; URL,bootstrap=URL for MooncakeConnector; may be repeated"),
+        ("--decode", "computes answers; may be repeated"),
+        ("--serve", f"computes whole requests; may be repeated. {_EVENTS}"),
+    ):
+        instances.add_argument(flag, action="append", default=[], metavar="URL", help=text)
     instances.add_argument(
         "--policy",
         choices=("prefix-aware", "least-loaded", "round-robin"),
@@ -51,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     address = parser.add_argument_group("address")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    address.add_argument("--port", type=whole_number, default=8000, metavar="N", help="0: a free port (default: 8000)")
-    address.add_argument(
-        "--admin-port", type=whole_number, metavar="N", help="loopback port for administration and the status page"
+    add_values(
+        address,
+        ("--port", whole_number, 8000, "N", "0: a free port (default: 8000)"),
+        ("--admin-port", whole_number, None, "N", "loopback port for administration and the status page"),
     )
     address.add_argument(
         "--allow-unauthenticated",
@@ -61,33 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="listen beyond loopback: the instances, or a proxy in front, check keys",
     )
     limits = parser.add_argument_group("limits")
-    for flag, default, kind, text in (
-        ("--max-outstanding", 256, count, "concurrent requests per instance"),
-        ("--max-queued-requests", 1024, count_from_zero, "waiting requests; more get a 503"),
-        ("--queue-timeout", 30.0, number, "seconds that a request waits before a 503"),
-        ("--max-retries", 2, count_from_zero, "other instances to try before the first byte"),
-        ("--max-self-prefills", 4, count_from_zero, "concurrent prompts on decode instances"),
-        ("--prefill-timeout", 60.0, number, "seconds that a prompt may take"),
-        ("--shutdown-timeout", 30.0, number, "seconds that running requests have after SIGTERM"),
-    ):
-        limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default:g})")
-    health = parser.add_argument_group("health")
-    health.add_argument(
-        "--health-interval", type=number, default=1.0, metavar="N", help="seconds between checks (default: 1)"
+    add_values(
+        limits,
+        ("--max-outstanding", count, 256, "N", "concurrent requests per instance (default: 256)"),
+        ("--max-queued-requests", count_from_zero, 1024, "N", "waiting requests; more get a 503 (default: 1024)"),
+        ("--queue-timeout", number, 30.0, "N", "seconds that a request waits before a 503 (default: 30)"),
+        ("--max-retries", count_from_zero, 2, "N", "other instances to try before the first byte (default: 2)"),
+        ("--max-self-prefills", count_from_zero, 4, "N", "concurrent prompts on decode instances (default: 4)"),
+        ("--prefill-timeout", number, 60.0, "N", "seconds that a prompt may take (default: 60)"),
+        ("--shutdown-timeout", number, 30.0, "N", "seconds that running requests have after SIGTERM (default: 30)"),
     )
-    health.add_argument(
-        "--stall-after",
-        type=number,
-        default=60.0,
-        metavar="N",
-        help="seconds without progress despite requests until an instance is unhealthy (default: 60)",
-    )
-    health.add_argument(
-        "--dead-after",
-        type=number,
-        default=30.0,
-        metavar="N",
-        help="seconds until an unhealthy instance is dead (default: 30)",
+    stalled = "seconds without progress despite requests until an instance is unhealthy (default: 60)"
+    add_values(
+        parser.add_argument_group("health"),
+        ("--health-interval", number, 1.0, "N", "seconds between checks (default: 1)"),
+        ("--stall-after", number, 60.0, "N", stalled),
+        ("--dead-after", number, 30.0, "N", "seconds until an unhealthy instance is dead (default: 30)"),
     )
     parser.set_defaults(run=run)
 

@@ -12,7 +12,7 @@ from penstock.cli.parser import number, whole_number
 if TYPE_CHECKING:
     from penstock.messages.sampling_params import SamplingParams
 
-_NUMBERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+NUMBERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_tokens": (whole_number, "N", "maximum tokens to generate (default: as many as fit into the context)"),
     "temperature": (number, "X", "0 always takes the most likely token"),
     "top_k": (whole_number, "N", "sample from the N most likely tokens"),
@@ -26,14 +26,14 @@ _NUMBERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 
 def add_sampling_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults: those of the checkpoint)")
-    for name, (kind, metavar, text) in _NUMBERS.items():
+    for name, (kind, metavar, text) in NUMBERS.items():
         group.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the sampling flags that were given, under their API names."""
-    given = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
     return given if args.stop is None else {**given, "stop": args.stop}
 
 

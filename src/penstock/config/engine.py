@@ -1,4 +1,4 @@
-"""The engine's configuration: frozen data, cross-checked once, of which each part receives its own small section.
+"""The engine's configuration: frozen data, cross-checked once. Each part receives its own small section.
 
 `EngineArgs` is the user's input, in vLLM's names; `resolve()` turns it into an `EngineConfig`. A nested argument is a
 dictionary or its JSON text.

@@ -21,7 +21,7 @@ _MIN_BLOCKS = 2  # the null block, and one
 
 
 def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[SchedulerConfig, KVCacheConfig]:
-    """Returns the scheduler's limits and the whole engine's cache, of which every rank has room for its part.
+    """Returns the scheduler's limits and the whole engine's cache; every rank has room for its part of it.
 
     The cache of a model that stores nothing has no groups and takes no memory. Raises ConfigError that says what to
     change.

@@ -12,8 +12,8 @@ from penstock.executor.executor import Executor, WorkerHandle
 from penstock.executor.remote import start_worker
 from penstock.parallel.rank_memory import abort, create_rank_memory
 from penstock.parallel.topology import shards
-from penstock.utils.gpus import count_gpus
 from penstock.utils.hosts import free_port
+from penstock.utils.machine import count_gpus
 from penstock.worker.messages import LoadWorker, Rendezvous
 
 

@@ -34,10 +34,10 @@ from penstock.parallel.topology import shards
 from penstock.utils import logging
 from penstock.utils.child_process import SOCKET_BYTES, Parent
 from penstock.utils.clock import SystemClock
-from penstock.utils.cores import usable_cores
 from penstock.utils.errors import ConfigError, EngineDeadError, PeerError
 from penstock.utils.hosts import free_port
 from penstock.utils.interrupts import interrupts_blocked
+from penstock.utils.machine import usable_cores
 from penstock.worker.messages import LoadWorker, Rendezvous
 
 try:

@@ -23,8 +23,8 @@ import torch
 
 from penstock.config import env
 from penstock.utils import logging
-from penstock.utils.cores import core_quota
 from penstock.utils.errors import ConfigError
+from penstock.utils.machine import core_quota
 
 PREFERENCE = ("amx", "avx512", "avx2", "generic")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -8,7 +8,7 @@ import json
 import random
 import resource
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +16,8 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.loadgen.datasets import Sample
+from penstock.loadgen.runner import wait_until
 from penstock.loadgen.stream import Outcome, ResponseStream, error_message, take_vector
-from penstock.loadgen.waiting import wait_until
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
@@ -102,34 +102,36 @@ class Server:
 
     async def generate(self, path: str, body: bytes, prompt_len: int) -> Outcome:
         """Sends one request and times its stream; failures are the outcome's `error`."""
-        error = ""
         stream = ResponseStream(self._clock.now(), prompt_len)
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.post(self._base_url + path, data=body, headers=headers) as response:
-                if response.status == 200:
-                    async for data in response.content.iter_any():
-                        stream.receive(data, self._clock.now())
-                else:
-                    error = await _http_error(response)
-        except (aiohttp.ClientError, OSError, ValueError) as failure:
-            error = str(failure) or type(failure).__name__
-        return stream.finish(error)
+
+        async def read(response: aiohttp.ClientResponse) -> None:
+            async for data in response.content.iter_any():
+                stream.receive(data, self._clock.now())
+
+        return stream.finish(await self._post(path, body, read))
 
     async def embed(self, path: str, body: bytes, prompt_len: int) -> Outcome:
         """Sends one request for a vector and times its whole response; failures are the outcome's `error`."""
         outcome = Outcome(self._clock.now(), prompt_len, has_usage=True)
+
+        async def read(response: aiohttp.ClientResponse) -> None:
+            take_vector(await response.read(), outcome)
+
+        outcome.error = await self._post(path, body, read)
+        outcome.latency = self._clock.now() - outcome.started
+        return outcome
+
+    async def _post(self, path: str, body: bytes, read: Callable[[aiohttp.ClientResponse], Awaitable[None]]) -> str:
+        """Sends a request and reads its answer. Returns what has failed, or an empty string."""
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(self._base_url + path, data=body, headers=headers) as response:
-                if response.status == 200:
-                    take_vector(await response.read(), outcome)
-                else:
-                    outcome.error = await _http_error(response)
+                if response.status != 200:
+                    return await _http_error(response)
+                await read(response)
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            outcome.error = str(failure) or type(failure).__name__
-        outcome.latency = self._clock.now() - outcome.started
-        return outcome
+            return str(failure) or type(failure).__name__
+        return ""
 
 
 class ServerTokenizer:

@@ -19,7 +19,7 @@ REQUEST_METRICS: dict[str, Callable[[Outcome], float]] = {
 """The metrics that can have objectives, in seconds of one outcome."""
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-_OF_OUTPUT = {
+_OUTPUT_FIGURES = {
     "total_output_tokens", "output_throughput", "max_output_tokens_per_s", "output_lens", "ttfts", "itls",
     "generated_texts",
 }  # fmt: skip
@@ -48,7 +48,7 @@ def summarize(run: Run, objectives: Mapping[str, float]) -> dict[str, Any]:
 
 def without_output(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of `summarize` or `details` that apply to requests without output tokens."""
-    return {name: value for name, value in figures.items() if name not in _OF_OUTPUT}
+    return {name: value for name, value in figures.items() if name not in _OUTPUT_FIGURES}
 
 
 def percentile(values: Sequence[float], percentage: float) -> float:

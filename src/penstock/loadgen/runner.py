@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.loadgen.stream import Outcome
-from penstock.loadgen.waiting import wait_until
 
 Send = Callable[[int], Awaitable[Outcome]]
 """Sends the request of this index and returns its outcome when it has ended; does not raise for failures."""
@@ -40,6 +39,19 @@ def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: in
     times = list(itertools.accumulate(gaps))
     scale = num_requests / request_rate / times[-1]
     return [time * scale for time in times]
+
+
+async def wait_until(moment: float) -> None:
+    """Waits until the running loop's clock reaches `moment`; returns at once if that time has passed."""
+    loop = asyncio.get_running_loop()
+    if moment <= loop.time():
+        return
+    reached = asyncio.Event()
+    timer = loop.call_at(moment, reached.set)
+    try:
+        await reached.wait()
+    finally:
+        timer.cancel()
 
 
 async def run_load(

@@ -32,7 +32,7 @@ _TOTALS = (
 # The names of `penstock.kv_transfer.p2p.traffic`; a MultiConnector prefixes them with a child's name and a dot. A
 # peer's id may contain any character.
 _PEER_COUNT = re.compile(r"(?:.*?\.)??p2p_(from|to)/(.*)/(transfers|tokens|bytes|seconds|failed)", re.DOTALL)
-_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+_COMPLETED_REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 _NOTHING = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
 
@@ -157,7 +157,7 @@ class EngineMetrics:
         self._ends[record.finish_reason].inc()
         if record.is_pooled:
             self._count_prompt(record)
-        if record.finish_reason not in _OWN_ENDS:
+        if record.finish_reason not in _COMPLETED_REASONS:
             return
         observe = self._observe
         stages = {name: end - start for name, (start, end) in record.stages().items()}

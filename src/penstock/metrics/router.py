@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.metrics.families import Families
-from penstock.metrics.table import Kind, Metric
+from penstock.metrics.table import Kind, Metric, counter, gauge
 
 ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/models",
@@ -25,40 +25,32 @@ _SECONDS = (
 )  # fmt: skip
 
 
-def _counter(name: str, help_text: str, *labels: str) -> Metric:
-    return Metric(name, Kind.COUNTER, help_text, labels)
-
-
-def _gauge(name: str, help_text: str, *labels: str) -> Metric:
-    return Metric(name, Kind.GAUGE, help_text, labels)
-
-
 ROUTER_METRICS = (
-    _counter("vllm_router_requests", "Requests, by route.", "route"),
+    counter("vllm_router_requests", "Requests, by route.", "route"),
     Metric("vllm_router_request_duration_seconds", Kind.HISTOGRAM, "Until an answer's end.", ("route",), _SECONDS),
-    _counter("vllm_router_request_errors", "Requests without a whole answer.", "route", "error_type"),
-    _counter("vllm_router_retries", "Requests that were given to another instance, by route.", "route"),
-    _counter("vllm_router_retries_exhausted", "Requests that were tried as often as they may be.", "route"),
-    _gauge("vllm_router_active_workers", "Instances that get requests."),
-    _gauge("vllm_router_worker_health", "1 while the instance gets requests.", "worker"),
-    _gauge("vllm_router_worker_load", "Requests that the instance has, and its prompt tokens to compute.", "worker"),
-    _gauge("vllm_router_running_requests", "Requests that the instance has.", "worker"),
-    _counter("vllm_router_processed_requests", "Requests that the instance was given.", "worker"),
-    _counter("vllm_router_pd_requests", "Requests whose prompt went to a prefill instance.", "route"),
-    _counter("vllm_router_pd_prefill_requests", "Prompts that the prefill instance was given.", "worker"),
-    _counter("vllm_router_pd_decode_requests", "Requests that the decode instance was given.", "worker"),
-    _counter("vllm_router_pd_prefill_errors", "Prompts on which the prefill instance failed.", "worker"),
-    _counter("vllm_router_pd_decode_errors", "Requests on which the decode instance failed.", "worker"),
+    counter("vllm_router_request_errors", "Requests without a whole answer.", "route", "error_type"),
+    counter("vllm_router_retries", "Requests that were given to another instance, by route.", "route"),
+    counter("vllm_router_retries_exhausted", "Requests that were tried as often as they may be.", "route"),
+    gauge("vllm_router_active_workers", "Instances that get requests."),
+    gauge("vllm_router_worker_health", "1 while the instance gets requests.", "worker"),
+    gauge("vllm_router_worker_load", "Requests that the instance has, and its prompt tokens to compute.", "worker"),
+    gauge("vllm_router_running_requests", "Requests that the instance has.", "worker"),
+    counter("vllm_router_processed_requests", "Requests that the instance was given.", "worker"),
+    counter("vllm_router_pd_requests", "Requests whose prompt went to a prefill instance.", "route"),
+    counter("vllm_router_pd_prefill_requests", "Prompts that the prefill instance was given.", "worker"),
+    counter("vllm_router_pd_decode_requests", "Requests that the decode instance was given.", "worker"),
+    counter("vllm_router_pd_prefill_errors", "Prompts on which the prefill instance failed.", "worker"),
+    counter("vllm_router_pd_decode_errors", "Requests on which the decode instance failed.", "worker"),
     # Metrics without an equivalent in vLLM's router.
-    _gauge("penstock_router_queued_requests", "Requests that wait for an instance."),
-    _gauge("penstock_router_instances", "Instances, by role and state.", "role", "state"),
-    _counter("penstock_router_responses", "Answers, by route and status.", "route", "status"),
-    _counter("penstock_router_self_prefills", "Prompts that a decode instance computed, for want of a prefill one."),
-    _counter("penstock_router_prompt_tokens", "Prompt tokens, by the usage of the instance's answers.", "worker"),
-    _counter("penstock_router_cached_tokens", "Those of them that the instance had cached or loaded.", "worker"),
-    _counter("penstock_router_generation_tokens", "Output tokens, by the usage of the instance's answers.", "worker"),
-    _counter("penstock_router_expected_cached_tokens", "Prompt tokens expected in the instance's cache.", "worker"),
-    _gauge("penstock_router_known_blocks", "Blocks that the instance holds, by its KV events.", "worker"),
+    gauge("penstock_router_queued_requests", "Requests that wait for an instance."),
+    gauge("penstock_router_instances", "Instances, by role and state.", "role", "state"),
+    counter("penstock_router_responses", "Answers, by route and status.", "route", "status"),
+    counter("penstock_router_self_prefills", "Prompts that a decode instance computed, for want of a prefill one."),
+    counter("penstock_router_prompt_tokens", "Prompt tokens, by the usage of the instance's answers.", "worker"),
+    counter("penstock_router_cached_tokens", "Those of them that the instance had cached or loaded.", "worker"),
+    counter("penstock_router_generation_tokens", "Output tokens, by the usage of the instance's answers.", "worker"),
+    counter("penstock_router_expected_cached_tokens", "Prompt tokens expected in the instance's cache.", "worker"),
+    gauge("penstock_router_known_blocks", "Blocks that the instance holds, by its KV events.", "worker"),
 )
 
 
@@ -113,8 +105,8 @@ class RouterMetrics:
     def render(self, accept: str, instances: Iterable[InstanceView], num_queued: int) -> tuple[bytes, str]:
         """Returns the response to a scrape with this Accept header, and its content type."""
         for (name, labels), amount in self._counted.items():
-            counter = self._families.counters[name]
-            (counter.labels(*labels) if labels else counter).inc(amount)
+            family = self._families.counters[name]
+            (family.labels(*labels) if labels else family).inc(amount)
         self._counted.clear()
         gauges = self._families.gauges
         known_blocks = gauges["penstock_router_known_blocks"]

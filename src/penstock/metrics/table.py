@@ -30,15 +30,15 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-def _counter(name: str, help_text: str, *labels: str) -> Metric:
+def counter(name: str, help_text: str, *labels: str) -> Metric:
     return Metric(name, Kind.COUNTER, help_text, labels)
 
 
-def _gauge(name: str, help_text: str, *labels: str) -> Metric:
+def gauge(name: str, help_text: str, *labels: str) -> Metric:
     return Metric(name, Kind.GAUGE, help_text, labels)
 
 
-def _histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Metric:
+def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Metric:
     return Metric(name, Kind.HISTOGRAM, help_text, buckets=buckets)
 
 
@@ -66,61 +66,59 @@ _REQUEST_SECONDS = (
 
 METRICS = (
     # The scheduler's state at the scrape.
-    _gauge("vllm:num_requests_running", "Requests in the running batch."),
-    _gauge("vllm:num_requests_waiting", "Requests in the queue."),
-    _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all of them."),
-    _gauge("vllm:cache_config_info", "The KV cache; always 1.", "block_size", "num_gpu_blocks"),
+    gauge("vllm:num_requests_running", "Requests in the running batch."),
+    gauge("vllm:num_requests_waiting", "Requests in the queue."),
+    gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all of them."),
+    gauge("vllm:cache_config_info", "The KV cache; always 1.", "block_size", "num_gpu_blocks"),
     # The scheduler's totals.
-    _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    _counter("vllm:spec_decode_num_drafts", "Verifications: a request's drafts of one step."),
-    _counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
-    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
-    _counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position.", "position"),
-    _counter("vllm:num_preemptions", "Preemptions of requests."),
-    _histogram("vllm:iteration_tokens_total", "Tokens that one step computed.", _STEP_TOKENS),
+    counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    counter("vllm:spec_decode_num_drafts", "Verifications: a request's drafts of one step."),
+    counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position.", "position"),
+    counter("vllm:num_preemptions", "Preemptions of requests."),
+    histogram("vllm:iteration_tokens_total", "Tokens that one step computed.", _STEP_TOKENS),
     # Tokens, as they are generated.
-    _counter("vllm:prompt_tokens", "Prompt tokens of requests that have their first output token."),
-    _counter("vllm:prompt_tokens_cached", "Those of vllm:prompt_tokens that came from the prefix cache."),
-    _counter("vllm:generation_tokens", "Output tokens."),
-    _histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_SECONDS),
-    _histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a request.", _TOKEN_SECONDS),
+    counter("vllm:prompt_tokens", "Prompt tokens of requests that have their first output token."),
+    counter("vllm:prompt_tokens_cached", "Those of vllm:prompt_tokens that came from the prefix cache."),
+    counter("vllm:generation_tokens", "Output tokens."),
+    histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_SECONDS),
+    histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a request.", _TOKEN_SECONDS),
     # Requests, when they end. The histograms include only those with the reason stop or length: the client determines
     # the times of aborted ones.
-    _counter("vllm:request_success", "Requests that ended, by reason.", "finished_reason"),
-    _histogram(
+    counter("vllm:request_success", "Requests that ended, by reason.", "finished_reason"),
+    histogram(
         "vllm:request_time_per_output_token_seconds", "A request's mean time per token after its first.", _TOKEN_SECONDS
     ),
-    _histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_SECONDS),
-    _histogram("vllm:request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_SECONDS),
-    _histogram(
-        "vllm:request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST_SECONDS
-    ),
-    _histogram("vllm:request_decode_time_seconds", "From a request's first token to its last.", _REQUEST_SECONDS),
-    _histogram(
+    histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_SECONDS),
+    histogram("vllm:request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_SECONDS),
+    histogram("vllm:request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST_SECONDS),
+    histogram("vllm:request_decode_time_seconds", "From a request's first token to its last.", _REQUEST_SECONDS),
+    histogram(
         "vllm:request_inference_time_seconds", "From a request's first step to its last token.", _REQUEST_SECONDS
     ),
-    _histogram("vllm:request_prompt_tokens", "A request's prompt tokens.", _TOKENS),
-    _histogram("vllm:request_generation_tokens", "A request's output tokens.", _TOKENS),
-    _histogram("vllm:request_params_n", "A request's parameter n.", (1, 2, 5, 10, 20)),
-    _histogram("vllm:request_params_max_tokens", "A request's parameter max_tokens.", _TOKENS),
+    histogram("vllm:request_prompt_tokens", "A request's prompt tokens.", _TOKENS),
+    histogram("vllm:request_generation_tokens", "A request's output tokens.", _TOKENS),
+    histogram("vllm:request_params_n", "A request's parameter n.", (1, 2, 5, 10, 20)),
+    histogram("vllm:request_params_max_tokens", "A request's parameter max_tokens.", _TOKENS),
     # Metrics without a name in vLLM.
-    _counter("penstock:steps", "Steps that computed tokens."),
-    _counter("penstock:tokens_computed", "Tokens that the model computed, including repeated ones."),
-    _counter("penstock:graph_replays", "Steps that were replayed from a CUDA graph."),
-    _counter("penstock:kv_loads", "Started loads of KV into the engine."),
-    _counter("penstock:kv_loads_failed", "Incomplete loads of KV."),
-    _counter("penstock:kv_load_timeouts", "Requests whose wait for KV timed out, and that were computed instead."),
-    _counter("penstock:kv_loaded_tokens", "Prompt tokens whose KV was loaded instead of computed."),
-    _gauge("penstock:kv_connector", "The KV connector's counters, by name.", "name"),
+    counter("penstock:steps", "Steps that computed tokens."),
+    counter("penstock:tokens_computed", "Tokens that the model computed, including repeated ones."),
+    counter("penstock:graph_replays", "Steps that were replayed from a CUDA graph."),
+    counter("penstock:kv_loads", "Started loads of KV into the engine."),
+    counter("penstock:kv_loads_failed", "Incomplete loads of KV."),
+    counter("penstock:kv_load_timeouts", "Requests whose wait for KV timed out, and that were computed instead."),
+    counter("penstock:kv_loaded_tokens", "Prompt tokens whose KV was loaded instead of computed."),
+    gauge("penstock:kv_connector", "The KV connector's counters, by name.", "name"),
     # KV transfers between this engine and others. `direction` is "from" the peer or "to" it.
-    _counter("penstock:kv_peer_transfers", "Successful KV transfers.", "direction", "peer"),
-    _counter("penstock:kv_peer_tokens", "Tokens whose KV these transfers moved.", "direction", "peer"),
-    _counter("penstock:kv_peer_bytes", "Bytes of KV that these transfers moved.", "direction", "peer"),
-    _counter("penstock:kv_peer_seconds", "Time that the readers waited for these transfers.", "direction", "peer"),
-    _counter("penstock:kv_peer_failed", "Incomplete KV transfers from a peer.", "direction", "peer"),
-    _gauge("penstock:requests", "Requests that have not ended, by phase.", "phase"),
-    _gauge(
+    counter("penstock:kv_peer_transfers", "Successful KV transfers.", "direction", "peer"),
+    counter("penstock:kv_peer_tokens", "Tokens whose KV these transfers moved.", "direction", "peer"),
+    counter("penstock:kv_peer_bytes", "Bytes of KV that these transfers moved.", "direction", "peer"),
+    counter("penstock:kv_peer_seconds", "Time that the readers waited for these transfers.", "direction", "peer"),
+    counter("penstock:kv_peer_failed", "Incomplete KV transfers from a peer.", "direction", "peer"),
+    gauge("penstock:requests", "Requests that have not ended, by phase.", "phase"),
+    gauge(
         "penstock:engine_info",
         "The engine's configuration; always 1.",
         "version",
@@ -130,9 +128,9 @@ METRICS = (
         "num_threads",
         "max_model_len",
     ),
-    _gauge("penstock:engine_up", "1 while the engine core is alive."),
-    _counter("penstock:engine_restarts", "Successful restarts of an engine core after it had died."),
-    _gauge("penstock:seconds_without_progress", "How long the engine has had work without computing anything."),
-    _counter("penstock:http_requests", "HTTP answers.", "route", "method", "status"),
-    _counter("penstock:client_disconnects", "Clients that disconnected before their response was complete."),
+    gauge("penstock:engine_up", "1 while the engine core is alive."),
+    counter("penstock:engine_restarts", "Successful restarts of an engine core after it had died."),
+    gauge("penstock:seconds_without_progress", "How long the engine has had work without computing anything."),
+    counter("penstock:http_requests", "HTTP answers.", "route", "method", "status"),
+    counter("penstock:client_disconnects", "Clients that disconnected before their response was complete."),
 )

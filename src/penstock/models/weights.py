@@ -194,14 +194,14 @@ class Weights:
         It has this rank's features, which `own` names, by default its share of each projection.
         """
         own = {name: self.share.part(count) for name, count in outputs.items()} if own is None else own
-        weight = self._of_projections("weight", outputs, own, width)
-        biases = self._of_projections("bias", outputs, own) if bias else None
+        weight = self._read_projections("weight", outputs, own, width)
+        biases = self._read_projections("bias", outputs, own) if bias else None
         return self.linear_of(", ".join(outputs), weight, biases, is_wide)
 
     def whole_linear(
         self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
     ) -> GatheredLinear:
-        """Returns the projection `name`, whose `size` features the ranks compute together, each one its share."""
+        """Returns the projection `name` to `size` features; every rank computes its share of them."""
         return self.gathered(self.linear({name: size}, width, bias, is_wide=is_wide), size)
 
     def joining_linear(self, name: str, size: int, widths: Sequence[int], bias: bool = False) -> JoiningLinear:
@@ -225,7 +225,7 @@ class Weights:
         """Combines a layer with this rank's share of `size` features with those of the other ranks."""
         return GatheredLinear(linear, self.group, size)
 
-    def _of_projections(
+    def _read_projections(
         self, kind: str, outputs: Mapping[str, int], own: Mapping[str, range], *width: int
     ) -> torch.Tensor:
         rows = {f"{name}.{kind}": count for name, count in outputs.items()}

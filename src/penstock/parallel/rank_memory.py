@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from penstock.utils.cores import usable_cores
+from penstock.utils.machine import usable_cores
 from penstock.utils.math import round_up
 from penstock.utils.shared_memory import SharedMemory, create_memory
 

@@ -113,10 +113,10 @@ class Response:
     def cut(self) -> None:
         """Closes the connection within an answer, which tells the client that it is incomplete."""
         if self._is_chunked:
-            self._connection.close()
+            self._connection.transport.close()
         else:
             # An orderly end of the connection would look like the end of the answer if the body's end is not marked.
-            self._connection.abort()
+            self._connection.transport.abort()
 
 
 class ClientLeftError(ConnectionResetError):
@@ -127,7 +127,9 @@ Handler = Callable[[Request, Response], Awaitable[None]]
 
 
 class Connection(asyncio.Protocol):
-    """`deadline`: when it is to be closed, in the loop's time. `is_last`: close it after its next answer."""
+    """`deadline`: when it is to be closed, in the loop's time. `is_last`: close it after its next answer. `task` is
+    the one that answers the current request.
+    """
 
     def __init__(self, handler: Handler, connections: set[Connection]) -> None:
         self._handler = handler
@@ -135,7 +137,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._requests: deque[Request] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._can_send: asyncio.Future[None] | None = None
         self._is_refused = False
         self.is_last = False
@@ -144,7 +146,7 @@ class Connection(asyncio.Protocol):
     # ---- Calls from the transport ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         self._wait_for_head(_HEAD_SECONDS)
 
@@ -154,8 +156,8 @@ class Connection(asyncio.Protocol):
         # It refers to this object: without it, the last reference frees both at once.
         del self._parser
         self.resume_writing()
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     def pause_writing(self) -> None:
         self._can_send = self._loop.create_future()
@@ -196,8 +198,8 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self.deadline = math.inf
-        if self._task is None and (header_of(self._headers, "expect") or "").lower() == "100-continue":
-            self._transport.write(_CONTINUE)
+        if self.task is None and (header_of(self._headers, "expect") or "").lower() == "100-continue":
+            self.transport.write(_CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -220,45 +222,34 @@ class Connection(asyncio.Protocol):
                 self._parser.should_keep_alive(),
             )
         )
-        if self._task is None:
+        if self.task is None:
             self._start()
         else:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     # ---- Answers ----
 
     def send(self, data: bytes) -> bool:
         """Returns False if the client is slower than its answer. Raises ClientLeftError."""
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             raise ClientLeftError("the client has left")
-        self._transport.write(data)
+        self.transport.write(data)
         return self._can_send is None
 
     async def drained(self) -> None:
         """Waits until the client can take more data. Raises ClientLeftError."""
         if self._can_send is not None:
             await self._can_send
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             raise ClientLeftError("the client has left")
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
 
     def close_when_answered(self) -> None:
         self.is_last = True
-        if self._task is None:
-            self._transport.close()
-
-    @property
-    def task(self) -> asyncio.Task[None] | None:
-        """The task of the current request."""
-        return self._task
+        if self.task is None:
+            self.transport.close()
 
     def _start(self) -> None:
-        self._task = self._loop.create_task(self._answer(self._requests.popleft()))
+        self.task = self._loop.create_task(self._answer(self._requests.popleft()))
 
     async def _answer(self, request: Request) -> None:
         response = Response(self, request)
@@ -273,18 +264,18 @@ class Connection(asyncio.Protocol):
             except Exception as error:
                 logger.exception("%s %s has failed", request.method, request.target)
                 if response.has_begun or isinstance(error, OSError):
-                    self._transport.abort()
+                    self.transport.abort()
                 else:
                     await response.whole(500, (_JSON,), error_body(500, "the router has failed on this request"))
-        self._task = None
+        self.task = None
         if not response.is_complete or not response.is_kept or self.is_last:
-            self._transport.close()
+            self.transport.close()
         elif self._requests:
             self._start()
         else:
             if self._is_in_head and not self._headers:
                 self.deadline = self._loop.time() + _IDLE_SECONDS
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def _wait_for_head(self, seconds: float) -> None:
         self._is_in_head = True
@@ -309,13 +300,13 @@ class Connection(asyncio.Protocol):
         if self._is_refused:
             return
         self._is_refused = True
-        if self._task is not None:
-            self._transport.abort()
+        if self.task is not None:
+            self.transport.abort()
             return
         body = error_body(status, message)
         head = f"{_STATUS_LINES[status]}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        self._transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-        self._transport.write_eof()
+        self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        self.transport.write_eof()
         self.deadline = self._loop.time() + _LINGER_SECONDS
 
 
@@ -332,7 +323,7 @@ async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]
     def close_overdue() -> None:
         nonlocal sweep
         for each in [each for each in connections if each.deadline < loop.time()]:
-            each.abort()
+            each.transport.abort()
         sweep = loop.call_later(_SWEEP_SECONDS, close_overdue)
 
     sweep = loop.call_later(_SWEEP_SECONDS, close_overdue)
@@ -350,4 +341,4 @@ async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         for each in list(connections):
-            each.abort()
+            each.transport.abort()

@@ -61,11 +61,11 @@ class KVSubscriptions:
     @property
     def num_blocks(self) -> dict[str, int]:
         """The number of blocks by URL, for instances that publish events."""
-        return {url: view.num_blocks for url, view in self._views.items()}
+        return {url: view.held.num_blocks for url, view in self._views.items()}
 
     def cached(self, prompt: PromptKeys) -> dict[str, int]:
         """Returns by URL how many of the prompt's tokens the instances hold."""
-        found = ((url, view.num_cached(prompt)) for url, view in self._views.items())
+        found = ((url, view.held.num_cached(prompt)) for url, view in self._views.items())
         return {url: count for url, count in found if count}
 
     async def _follow(self, instance: Instance, view: KVView) -> None:
@@ -82,7 +82,7 @@ class KVSubscriptions:
                         view.take(*batch)
         except zmq.ZMQError as error:
             logger.error("%s: its KV events cannot be followed: %s", instance.url, error)
-            view.clear()
+            view.held.clear()
         finally:
             published.close(linger=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.utils.held_blocks import BlockHash, HeldBlocks, PromptKeys
+from penstock.utils.held_blocks import BlockHash, HeldBlocks
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -48,31 +48,24 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class KVView:
-    """The view of one instance. `receive` takes published batches, and returns the number of the first missing one.
-    `take` takes replayed batches, and then the batch that showed the gap; if some are missing even then, the view is
-    reset.
+    """The view of one instance: `held` has its blocks. `receive` takes published batches, and returns the number of the
+    first missing one. `take` takes replayed batches, and then the batch that showed the gap; if some are missing even
+    then, the view is reset.
     """
 
     def __init__(self) -> None:
-        self._held = HeldBlocks()
+        self.held = HeldBlocks()
         self._next = 0
         self._newest = -1
-
-    @property
-    def num_blocks(self) -> int:
-        return self._held.num_blocks
 
     @property
     def next_number(self) -> int:
         """The number of the batch to be applied next."""
         return self._next
 
-    def clear(self) -> None:
-        self._held.clear()
-
     def restart(self) -> None:
         """Called when the instance is a new process."""
-        self.clear()
+        self.held.clear()
         self._next, self._newest = 0, -1
 
     def receive(self, number: int, payload: bytes) -> int | None:
@@ -90,13 +83,9 @@ class KVView:
         if number < self._next:
             return
         if number > self._next:
-            self.clear()
+            self.held.clear()
             self._next = number
         self._apply(payload)
-
-    def num_cached(self, prompt: PromptKeys) -> int:
-        """Returns how many tokens at the prompt's beginning the instance holds."""
-        return self._held.num_cached(prompt)
 
     # ---- Events ----
 
@@ -106,21 +95,21 @@ class KVView:
             batch = _decode(payload)
         except msgspec.MsgspecError as error:
             logger.warning("invalid KV events: %s", error)
-            self.clear()
+            self.held.clear()
             return
         for event in batch.events:
             if isinstance(event, _Cleared):
-                self.clear()
+                self.held.clear()
             elif event.medium in _MEDIA:
                 self._change(event)
 
     def _change(self, event: _Stored | _Removed) -> None:
         group = event.group_idx or 0
         if isinstance(event, _Removed):
-            self._held.remove(event.block_hashes, group)
+            self.held.remove(event.block_hashes, group)
         # Blocks of a sliding window are freed while those of other layers stay, so they say little about the prefix.
         elif not event.kv_cache_spec_sliding_window:
-            self._held.store(
+            self.held.store(
                 event.block_hashes,
                 event.parent_block_hash,
                 event.token_ids,

@@ -15,9 +15,8 @@ from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, fet
 from penstock.router.instances import State
 from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.pool import Member
-from penstock.utils.cache_salt import scoped_salt
 from penstock.utils.errors import PeerError
-from penstock.utils.held_blocks import PromptKeys
+from penstock.utils.held_blocks import PromptKeys, scoped_salt
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)

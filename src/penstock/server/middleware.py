@@ -19,7 +19,7 @@ from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.server import limits
 from penstock.server.errors import error_response
 from penstock.utils.hosts import is_local_host
-from penstock.utils.memory import release_freed_memory
+from penstock.utils.machine import release_freed_memory
 
 OPEN_PATHS = ("/health", "/ready")
 # After a larger body, freed memory is returned to the system: parsing takes several times the body's size.

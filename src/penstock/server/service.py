@@ -16,9 +16,9 @@ from penstock.server.errors import NotFoundError
 from penstock.server.openai.reasoning import ReasoningFormat
 from penstock.server.openai.responses_api.store import ResponseStore
 from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
-from penstock.utils.cache_salt import scoped_salt
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import OverloadedError, RequestError
+from penstock.utils.held_blocks import scoped_salt
 
 
 @dataclass(slots=True)

@@ -213,7 +213,7 @@ def _check_refusals(pair: _Pair) -> None:
     good = (0, 0, 8)
     for descriptor in (b"", b"\xff\x00 nonsense", b"x" * 10_000):
         _refuses(lambda descriptor=descriptor: pair.left.connect(descriptor), f"descriptor {descriptor[:20]!r}")
-    _refuses(lambda: pair.left.submit("nobody", runs_of(good)), "an unknown peer")
+    _refuses(lambda: pair.left.submit("unknown", runs_of(good)), "an unknown peer")
     huge = 1 << 62
     for run in (
         (_SIZE - 4, 0, 8),

@@ -168,8 +168,8 @@ def _aborts(rng: random.Random) -> Setup:
     setup = pairs(setup, digest_bytes_per_tick=rng.choice([16, 256]))
     if rng.random() < 0.6:
         return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
-    # Only loads are aborted, of which many are under way at once, and all others must succeed. With a sliding window P
-    # may lack a block that D needs.
+    # Only loads are aborted. Many run at once, and all others must succeed. With a sliding window P may lack a block
+    # that D needs.
     setup = replace(_patient(setup), load_failure_policy="fail", loads_must_succeed=True, windows=(0,))
     setup = traffic(setup, abort=0.0, abort_loading=0.02, num_requests=30, num_stems=8, arrival=0.9)
     return faulty(setup, slow=0.9, max_delay=0.6, late=0.1)

@@ -66,7 +66,7 @@ class _Part(LiveRequest):
 
 
 class Proxies(Clients):
-    """`names` are the engines, of which the first `num_prefill` prefill for the others."""
+    """`names` are the engines; the first `num_prefill` of them prefill for the others."""
 
     def __init__(self, setup: Setup, rng: random.Random, answers: Answers, names: list[str]) -> None:
         super().__init__(setup, rng, answers, names)

@@ -16,7 +16,7 @@ from penstock.config.model import read_json
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.text_bound import find_text_bound
 from penstock.utils.errors import ConfigError, RequestError
-from penstock.utils.memory import release_freed_memory
+from penstock.utils.machine import release_freed_memory
 
 Message = Mapping[str, Any]
 

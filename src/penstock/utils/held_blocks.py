@@ -21,6 +21,12 @@ _MAX_BLOCK_SIZE = 1 << 16
 BlockHash = int | bytes
 
 
+def scoped_salt(api_key: bytes, salt: str | None) -> str:
+    """Returns a salt scoped to the key, so that timing reveals nothing about the prompts of other keys."""
+    scope = hashlib.blake2b(api_key, digest_size=16, person=b"penstock-salt").hexdigest()
+    return f"{scope}/{salt or ''}"
+
+
 class PromptKeys:
     """The keys of a prompt's blocks, for each of the salts with which an engine may have cached them."""
 

@@ -29,7 +29,7 @@ _Engine = TypeVar("_Engine", bound=Loaded)
 
 
 def least_loaded(engines: Iterable[_Engine], num_cached: Callable[[_Engine], int]) -> _Engine:
-    """Returns the engine with the least load, of which the prompt's tokens that it has cached are subtracted. Among
-    equals it is the one chosen least recently, so that idle engines alternate.
+    """Returns the engine with the least load minus cached tokens of the prompt; among equals the one chosen least
+    recently, so that idle engines alternate.
     """
     return min(engines, key=lambda engine: (engine.load - num_cached(engine), engine.last_chosen))

@@ -125,11 +125,11 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
     everything = _everything({**plain, **small}, best)
     elsewhere = {**everything.arguments, "distributed_executor_backend": "mp"}
     rows += [everything, replace(everything, name="everything, worker by mp", arguments=elsewhere)]
-    rows += _of_several_ranks(config, plain, everything)
-    return [*rows, _as_configured(args, config)]
+    rows += _rows_of_several_ranks(config, plain, everything)
+    return [*rows, _user_row(args, config)]
 
 
-def _of_several_ranks(config: EngineConfig, plain: Mapping[str, Any], everything: Row) -> list[Row]:
+def _rows_of_several_ranks(config: EngineConfig, plain: Mapping[str, Any], everything: Row) -> list[Row]:
     """Rows with several ranks, as processes. On a GPU each rank would need its own GPU."""
     tp, pp = min(2, config.model.num_key_value_heads), min(2, config.model.num_hidden_layers)
     if config.device != "cpu" or tp * pp < 4:
@@ -152,7 +152,7 @@ def _needs_peers(config: Any) -> bool:
 
 
 def _drafters(args: EngineArgs, config: EngineConfig, has_mtp: bool) -> dict[str, Any]:
-    """Returns the drafters for this model, the user's last; sampled drafts are only run by `_as_configured`."""
+    """Returns the drafters for this model, the user's last; sampled drafts are only run by `_user_row`."""
     drafters: dict[str, Any] = {"ngram": _NGRAM}
     if has_mtp:
         drafters["mtp"] = _MTP
@@ -173,7 +173,7 @@ def _everything(plain: Mapping[str, Any], drafter: Any) -> Row:
     return Row("everything at once", arguments, signs, repeat=2)
 
 
-def _as_configured(args: EngineArgs, config: EngineConfig) -> Row:
+def _user_row(args: EngineArgs, config: EngineConfig) -> Row:
     """Returns the user's arguments without KV events, which do not affect tokens and whose address may be in use."""
     arguments = {**asdict(replace(args, kv_events_config=None)), **_exact(config)}
     speculative = config.speculative

@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.messages.kv_layout import MemoryRegion
-from penstock.utils.background import give_way
 from penstock.utils.errors import ConfigError
+from penstock.utils.machine import give_way
 from penstock.utils.shared_memory import SharedMemory, attach_memory, create_memory
 
 _AHEAD_BYTES = 256 << 20

@@ -81,7 +81,7 @@ def _log_min_p(request: RowRequest, vocab_size: int) -> tuple[float]:
     return (math.log(min_p) if min_p > 0 else -math.inf,)
 
 
-def _of_random(concerns: Callable[[RowRequest, int], object]) -> Callable[[RowRequest, int], object]:
+def _for_random_rows(concerns: Callable[[RowRequest, int], object]) -> Callable[[RowRequest, int], object]:
     return lambda request, vocab_size: not request.sampling_params.is_greedy and concerns(request, vocab_size)
 
 
@@ -91,17 +91,17 @@ TEMPERATURE = Feature(
     apply=_divide_by_temperature,
 )
 MIN_P = Feature(
-    concerns=_of_random(lambda request, _: request.sampling_params.min_p > 0),
+    concerns=_for_random_rows(lambda request, _: request.sampling_params.min_p > 0),
     columns=(Column("log_min_p", torch.float32, _log_min_p),),
     apply=_keep_by_min_p,
 )
 TOP_K = Feature(
-    concerns=_of_random(_top_k),
+    concerns=_for_random_rows(_top_k),
     columns=(Column("top_k", torch.int32, lambda request, vocab_size: (_top_k(request, vocab_size),)),),
     apply=_keep_top_k,
 )
 TOP_P = Feature(
-    concerns=_of_random(lambda request, _: request.sampling_params.top_p < 1),
+    concerns=_for_random_rows(lambda request, _: request.sampling_params.top_p < 1),
     columns=(Column("top_p", torch.float32, lambda request, _: (request.sampling_params.top_p,)),),
     apply=_keep_top_p,
 )

@@ -130,7 +130,7 @@ async def render_messages(
     tokenizer = service.llm.get_tokenizer()
     template = tokenizer.chat_template_source or ""
     prompts.check_messages(messages, template)
-    plain = [prompts.in_todays_form(_plain_message(message), template) for message in messages]
+    plain = [prompts.with_known_role(_plain_message(message), template) for message in messages]
     described = [tool.model_dump(exclude_none=True) for tool in tools] or None
 
     def work() -> list[int]:

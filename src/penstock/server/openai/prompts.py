@@ -98,7 +98,7 @@ def check_messages(messages: Sequence[ChatMessage], template: str) -> None:
                 raise RequestError(f"messages.{number}.{name} is not a field of a message{near}", "messages")
 
 
-def in_todays_form(message: dict[str, Any], template: str) -> dict[str, Any]:
+def with_known_role(message: dict[str, Any], template: str) -> dict[str, Any]:
     """Returns the message with a role that the template knows."""
     if message["role"] == "function":
         message["role"] = "tool"

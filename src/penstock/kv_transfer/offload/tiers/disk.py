@@ -24,10 +24,10 @@ from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
 from penstock.kv_transfer.offload.tiers.chunk_file import ChunkFolder, VerifiedChunk
 from penstock.messages.kv_events import MEDIUM_STORAGE
-from penstock.utils.background import give_way
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
+from penstock.utils.machine import give_way
 
 _logger = get_logger(__name__)
 
