@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.router.bodies import parse_object
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.front_door import reason_to_refuse, refuse, tell
+from penstock.router.front_door import reason_to_refuse
 from penstock.router.http_server import Request, Response
 from penstock.router.instances import OPTIONS, Instance, Role, make_instance
 from penstock.router.observer import RouterObserver
@@ -54,19 +54,19 @@ class Admin:
 
     async def handle(self, request: Request, response: Response) -> None:
         if reason := reason_to_refuse(request.header("host"), request.header("origin")):
-            return await refuse(response, 403, reason)
+            return await response.refuse(403, reason)
         path = request.target.partition("?")[0]
         if request.method == "POST" and path in self._actions:
             try:
                 self._actions[path](_fields(request.body))
             except _RefusedError as error:
-                return await refuse(response, error.status, str(error))
+                return await response.refuse(error.status, str(error))
             self._on_change()
         elif request.method != "GET" or path not in ("/", "/instances"):
-            return await refuse(response, 404, f"there is no {request.method} {path} here")
+            return await response.refuse(404, f"there is no {request.method} {path} here")
         if path == "/":
             return await response.whole(200, _PAGE_HEADERS, PAGE.encode())
-        return await tell(response, 200, self._state())
+        return await response.send_json(200, self._state())
 
     def _add(self, fields: dict[str, Any]) -> None:
         """Takes `{"url", "role", "bootstrap", "events", "replay"}`; the role is serve by default."""

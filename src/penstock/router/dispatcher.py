@@ -22,7 +22,6 @@ from penstock.router.pool import Lease, Member, Pool
 from penstock.utils.errors import ConfigError
 from penstock.utils.placement import least_loaded
 
-RETRY_AFTER_SECONDS = 1
 _MAX_LOST = 1
 
 
@@ -109,10 +108,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A 503 response. `retry_after` is in seconds."""
+    """A 503 response."""
 
     message: str
-    retry_after: int = RETRY_AFTER_SECONDS
 
 
 Decision = Plan | Refusal | None

@@ -126,7 +126,7 @@ class Exchanges:
                 if decision is None:
                     decision = await self._wait(request)
                 if isinstance(decision, Refusal):
-                    await _refuse(client, decision)
+                    await client.refuse(503, decision.message)
                     self._observer.refused(incoming, self._clock.now() - since, was_tried=bool(request.failed))
                     break
                 self._observer.planned(incoming, decision, is_retry=bool(request.failed))
@@ -295,11 +295,6 @@ class Exchanges:
             yield
         finally:
             scopes.discard(scope)
-
-
-async def _refuse(client: Response, refusal: Refusal) -> None:
-    headers = (("Content-Type", "application/json"), ("Retry-After", str(refusal.retry_after)))
-    await client.whole(503, headers, bodies.error_body(503, refusal.message))
 
 
 @contextlib.asynccontextmanager

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping
-from typing import Any
 from urllib.parse import unquote
 
 from penstock.router import bodies
-from penstock.router.dispatcher import RETRY_AFTER_SECONDS, Dispatcher
+from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchanges
 from penstock.router.http_server import Request, Response
 from penstock.router.instances import Role
@@ -17,7 +14,6 @@ from penstock.router.observer import RouterObserver
 from penstock.utils.errors import RequestError
 from penstock.utils.hosts import is_local_host
 
-_JSON = ("Content-Type", "application/json")
 _is_local = functools.lru_cache(1024)(is_local_host)
 
 
@@ -44,19 +40,19 @@ class FrontDoor:
 
     async def handle(self, request: Request, response: Response) -> None:
         if self._is_local and (reason := reason_to_refuse(request.header("host"), request.header("origin"))):
-            return await refuse(response, 403, reason)
+            return await response.refuse(403, reason)
         path, question, query = request.target.partition("?")
         path = unquote(path) if "%" in path else path
         own = self._own_routes.get(path) if request.method in ("GET", "HEAD") else None
         if own is not None:
             return await own(request, response)
         if self._is_closing:
-            return await refuse(response, 503, "the router is shutting down")
+            return await response.refuse(503, "the router is shutting down")
         # The path is forwarded undecoded. One without a slash would become a part of the instance's address, and an
         # instance may end it at a number sign.
         is_path = path.startswith("/") and request.target.isascii() and request.target.isprintable()
         if not is_path or "#" in request.target:
-            return await refuse(response, 400, "the request's target must be a path, of ASCII and without a fragment")
+            return await response.refuse(400, "the request's target must be a path, of ASCII and without a fragment")
         headers = bodies.forwarded_headers(request.headers)
         completions = bodies.completion_path(request.method, path)
         if completions is None:
@@ -65,14 +61,14 @@ class FrontDoor:
             try:
                 body = bodies.read_completion(headers, request.body)
             except RequestError as error:
-                return await refuse(response, 400, str(error))
+                return await response.refuse(400, str(error))
             target = completions + question + query
             headers = bodies.headers_for_json(headers)
             incoming = bodies.ClientRequest(request.method, completions, target, headers, bodies.encode(body), body)
         return await self._exchanges.answer(incoming, response)
 
     async def _health(self, _: Request, response: Response) -> None:
-        await tell(response, 200, {"status": "draining" if self._is_closing else "ok", "reason": None})
+        await response.send_json(200, {"status": "draining" if self._is_closing else "ok", "reason": None})
 
     async def _ready(self, _: Request, response: Response) -> None:
         """Responds 200 if there is an instance that answers."""
@@ -81,7 +77,7 @@ class FrontDoor:
             reason = "the router is shutting down"
         else:
             reason = None if pool.of(Role.SERVE) or pool.of(Role.DECODE) else "no instance is ready"
-        await tell(response, 200 if reason is None else 503, {"ready": reason is None, "reason": reason})
+        await response.send_json(200 if reason is None else 503, {"ready": reason is None, "reason": reason})
 
     async def _metrics(self, request: Request, response: Response) -> None:
         body, content_type = self._observer.render(request.header("accept") or "")
@@ -97,12 +93,3 @@ def reason_to_refuse(host: str | None, origin: str | None) -> str | None:
     if not _is_local(host or ""):
         return "the Host header names another machine: use localhost or 127.0.0.1"
     return None
-
-
-async def refuse(response: Response, status: int, message: str) -> None:
-    again = (("Retry-After", str(RETRY_AFTER_SECONDS)),) if status == 503 else ()
-    await response.whole(status, (_JSON, *again), bodies.error_body(status, message))
-
-
-async def tell(response: Response, status: int, fields: Mapping[str, Any]) -> None:
-    await response.whole(status, (_JSON,), json.dumps(fields).encode())

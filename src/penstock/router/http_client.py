@@ -12,7 +12,6 @@ import functools
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, cast
 from urllib.parse import urlsplit
 
@@ -80,9 +79,7 @@ class HttpUpstream:
         self._sweep: asyncio.TimerHandle | None = None
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
         for connections in self._free.values():

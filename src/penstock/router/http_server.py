@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http
+import json
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import cast
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -24,6 +25,7 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+RETRY_AFTER_SECONDS = 1
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 _BACKLOG = 2048
@@ -109,6 +111,13 @@ class Response:
         self.begin(status, (*kept, ("Content-Length", str(len(body)))))
         self.write(b"" if self._request.method == "HEAD" else body, True)
         await self.drained()
+
+    async def send_json(self, status: int, fields: Mapping[str, Any]) -> None:
+        await self.whole(status, (_JSON,), json.dumps(fields).encode())
+
+    async def refuse(self, status: int, message: str) -> None:
+        again = (("Retry-After", str(RETRY_AFTER_SECONDS)),) if status == 503 else ()
+        await self.whole(status, (_JSON, *again), error_body(status, message))
 
     def cut(self) -> None:
         """Closes the connection within an answer, which tells the client that it is incomplete."""
@@ -266,7 +275,7 @@ class Connection(asyncio.Protocol):
                 if response.has_begun or isinstance(error, OSError):
                     self.transport.abort()
                 else:
-                    await response.whole(500, (_JSON,), error_body(500, "the router has failed on this request"))
+                    await response.refuse(500, "the router has failed on this request")
         self.task = None
         if not response.is_complete or not response.is_kept or self.is_last:
             self.transport.close()

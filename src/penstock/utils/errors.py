@@ -1,15 +1,4 @@
-"""Penstock's exceptions, by the party at fault.
-
-    PenstockError
-    ├── ConfigError       the operator's configuration is invalid: names the flag to change
-    ├── RequestError      a client's request is at fault: names the field and the bound; becomes an HTTP 4xx
-    ├── OverloadedError   the request is valid, but there is no capacity for it now; becomes an HTTP 503
-    ├── RequestFailedError  this engine failed on one request, for an unexpected reason; becomes an HTTP 500
-    ├── GrammarError      one request's grammar cannot continue; the request ends with this error
-    ├── WireError         another process sent an invalid message
-    ├── PeerError         another engine is unreachable or has refused; the caller continues without it
-    └── EngineDeadError   the engine core has stopped and cannot serve requests; becomes an HTTP 503
-        └── RanksLostError    another rank of this engine has ended, so this one cannot continue
+"""Penstock's exceptions: a class for each party at fault.
 
 A failed `assert` is a bug in Penstock. Client input never reaches an assert.
 """
@@ -22,12 +11,12 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError, ValueError):
-    """The configuration, the checkpoint or the machine does not support the request."""
+    """The configuration, the checkpoint or the machine does not support the request: names the flag to change."""
 
 
 class RequestError(PenstockError, ValueError):
-    """One request is invalid. `field` names the invalid field, and `code` is the OpenAI API's error code, if there is
-    one.
+    """A client's request is invalid: names the field and the bound; becomes an HTTP 4xx. `field` is the invalid field,
+    and `code` the OpenAI API's error code, if there is one.
     """
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
@@ -37,11 +26,11 @@ class RequestError(PenstockError, ValueError):
 
 
 class OverloadedError(PenstockError):
-    """The engine is at its limit of requests or accepts no new ones; the same request may succeed later."""
+    """The engine is at its limit of requests or accepts no new ones; becomes an HTTP 503: it may succeed later."""
 
 
 class RequestFailedError(PenstockError):
-    """The engine failed on one request, which ends; the reason is in its log."""
+    """The engine failed on one request, which ends as an HTTP 500; the reason is in its log."""
 
 
 class GrammarError(PenstockError):
@@ -57,7 +46,7 @@ class PeerError(PenstockError):
 
 
 class EngineDeadError(PenstockError):
-    """The engine core died; the cause is in `__cause__` or in its log."""
+    """The engine core died and serves no requests (HTTP 503); the cause is in `__cause__` or in its log."""
 
 
 class RanksLostError(EngineDeadError):
