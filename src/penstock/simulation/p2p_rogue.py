@@ -41,6 +41,7 @@ from penstock.simulation.proxies import ROGUE, address_of
 from penstock.simulation.setup import Setup
 
 _HUGE = 1 << 62
+_STOLEN = "stolen"
 _MANY = 5000
 _NAN = float("nan")
 
@@ -95,7 +96,10 @@ class Rogue:
         rng = self._rng
         if rng.random() < self._setup.faults.garbage:
             if self._outgoing and rng.random() < 0.8:
-                self._say(rng.choice(self._outgoing), self._anything())
+                peer, message = rng.choice(self._outgoing), self._anything()
+                self._say(peer, message)
+                if isinstance(message, Fetch) and message.transfer_id.request == _STOLEN:
+                    self._outgoing.remove(peer)  # nothing that follows ends its session
             else:
                 self._channel.dial(address_of(rng.choice(engines)))
 
@@ -251,7 +255,7 @@ class Rogue:
         if self._seen_fetches and rng.random() < 0.3:
             # Requests KV that was not meant for it, and never reports that it is done.
             return msgspec.structs.replace(
-                rng.choice(self._seen_fetches), transfer_id=TransferId("stolen", rng.getrandbits(60))
+                rng.choice(self._seen_fetches), transfer_id=TransferId(_STOLEN, rng.getrandbits(60))
             )
         name, ticket = rng.choice(self._seen_ids), rng.choice(self._seen_tickets)
         first, end = rng.choice([(0, 4), (0, 0), (0, _HUGE), (-4, 8), (8, 4), (1, 3), (-_HUGE, _HUGE), (0, 12)])
