@@ -145,7 +145,7 @@ def test_decoded_connector_metadata_equals_the_encoded(kind: type) -> None:
 
 def test_the_kinds_of_connector_metadata_are_registered() -> None:
     names = {kind.__name__ for kind in kinds_of(KVConnectorMetadata)}
-    assert {"ExampleMetadata", "MultiMetadata", "OffloadMetadata", "StoreMetadata", "StepNumber"} <= names
+    assert {"ExampleMetadata", "MultiMetadata", "OffloadMetadata", "SimOffloadMetadata", "StepNumber"} <= names
 
 
 class Unregistered(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,5 @@
 """A transport within one process, on a manual clock, with faults that a script decides.
 
-It also writes to peers, for connectors of the simulation: `DataTransport` only reads.
-
 Bytes are copied when their time has come, in two parts, from memory as it is at that moment: code that reuses a source
 or reads a destination too early gets what a one-sided transfer would give it.
 """
@@ -55,7 +53,6 @@ FaultScript = Callable[[], Fault]
 class _Transfer:
     owner: MemoryTransport
     peer: MemoryTransport
-    is_write: bool
     runs: list[tuple[int, int, int]]  # local offset, remote offset, bytes
     state: TransferState = TransferState.PENDING
     is_cut: bool = False
@@ -73,17 +70,14 @@ class _Transfer:
             first, last = max(start - position, 0), min(end - position, num_bytes)
             position += num_bytes
             if first < last and not self.is_cut:
-                if self.is_write:
-                    self.peer.memory.write(remote + first, self.owner.memory.read(local + first, last - first))
-                else:
-                    self.owner.memory.write(local + first, self.peer.memory.read(remote + first, last - first))
+                self.owner.memory.write(local + first, self.peer.memory.read(remote + first, last - first))
 
     def corrupt(self, at: int) -> None:
         """Flips a bit of byte `at` at its destination."""
-        for local, remote, num_bytes in self.runs:
+        memory = self.owner.memory
+        for local, _, num_bytes in self.runs:
             if at < num_bytes:
-                memory, offset = (self.peer.memory, remote) if self.is_write else (self.owner.memory, local)
-                memory.write(offset + at, bytes([memory.read(offset + at, 1)[0] ^ 1]))
+                memory.write(local + at, bytes([memory.read(local + at, 1)[0] ^ 1]))
                 return
             at -= num_bytes
 
@@ -140,7 +134,7 @@ class MemoryFabric:
         self.run()
 
     def crash(self, transport: MemoryTransport) -> None:
-        """Ends the endpoint's process. What it has begun to write elsewhere may still land."""
+        """Ends the endpoint's process. Reads of its memory fail."""
         self._endpoints.pop(transport.name, None)
         for transfer in self._transfers:
             if transfer.peer is transport:
@@ -150,11 +144,11 @@ class MemoryFabric:
         """Returns whether nothing that the endpoint has begun moves any more."""
         return not any(each.owner is transport and each.num_events and not each.is_cut for each in self._transfers)
 
-    def touched(self, owner: MemoryTransport) -> Iterator[tuple[int, int, bool]]:
-        """Yields what its own transfers may still touch: local offset and bytes, and whether these are changed."""
+    def touched(self, owner: MemoryTransport) -> Iterator[tuple[int, int]]:
+        """Yields what its own transfers may still write: local offset and bytes."""
         for transfer in self._transfers:
             if transfer.owner is owner and not transfer.is_cut:
-                yield from ((local, num_bytes, not transfer.is_write) for local, _, num_bytes in transfer.runs)
+                yield from ((local, num_bytes) for local, _, num_bytes in transfer.runs)
 
     def begin(self, transfer: _Transfer) -> None:
         """Schedules a new transfer as the script decides."""
@@ -247,19 +241,12 @@ class MemoryTransport:
         return peer.peer_id
 
     def submit(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
-        return self._begin(peer, runs, is_write=False)
-
-    def write(self, peer: PeerId, runs: np.ndarray) -> TransferHandle:
-        """Like `submit`, in the other direction."""
-        return self._begin(peer, runs, is_write=True)
-
-    def _begin(self, peer: PeerId, runs: np.ndarray, *, is_write: bool) -> TransferHandle:
         if peer not in self._peers:
             raise PeerError(f"{peer} is not connected")
         target = self._peers[peer]
         self._fabric.find(target.name, target.life)
         check_runs(runs, self.memory.num_bytes, target.memory.num_bytes)
-        transfer = _Transfer(self, target, is_write, runs.tolist())
+        transfer = _Transfer(self, target, runs.tolist())
         self._fabric.begin(transfer)
         self._fabric.run()
         return transfer

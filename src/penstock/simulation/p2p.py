@@ -201,10 +201,10 @@ class P2PBacking(Backing):
         for shard, transport in life.transports.items():
             layout = life.workers[shard]._layout
             stride = layout.layers[0].block_bytes
-            for offset, num_bytes, is_written in self._fabric.touched(transport):
+            for offset, num_bytes in self._fabric.touched(transport):
                 first = offset % layout.regions[0].num_bytes
                 for block_id in range(first // stride, (first + num_bytes - 1) // stride + 1):
-                    yield Touch(block_id, is_written)
+                    yield Touch(block_id, writes=True)
 
     def counters(self) -> Mapping[str, float]:
         said = {"garbage": self._rogue.num_said} if self._rogue is not None else {}

@@ -42,7 +42,7 @@ from penstock.simulation.oracle import (
 from penstock.utils.math import interval
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 
-Kernel = Callable[[], None]
+Kernel = Callable[[], object]
 Outputs = dict[ShardId, KVConnectorOutput]
 
 FOREIGN_KV = -1
