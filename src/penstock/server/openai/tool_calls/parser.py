@@ -148,10 +148,10 @@ class TaggedParser(ToolCallParser):
                 char = yield
                 continue
             before = len(self._held) - 1
-            ends = self.ENDS if has_called else self.ENDS[:0]
+            ends = self.ENDS if has_called else ()
             tag, char = yield from read_tag(first, self.BEGIN, *self.OUTER, *ends)
             if tag in ends:
-                has_called = tag != ends[-1]
+                has_called = tag != self.ENDS[-1]
                 self._held.clear()
                 self._separating = True
                 char = yield
