@@ -442,7 +442,7 @@ def test_transfer_parameters_of_requests() -> None:
         ({"kv_connector": "Offloading"}, "did you mean 'OffloadingConnector'"),
         ({"kv_connector": "X", "kv_connector_module_path": "no.such.module"}, "cannot be imported"),
         ({"kv_connector": "X", "kv_connector_module_path": "json"}, "has no 'X'"),
-        (offloading(cpu_bytes=3), "no option 'cpu_bytes'"),
+        (offloading(cpu_bytes=3), "unknown key 'cpu_bytes' of OffloadingConnector; did you mean 'cpu_bytes_to_use'"),
         (offloading(cpu_bytes_to_use=3), "cpu_bytes_to_use"),
         (offloading(eviction_policy="fifo"), "one of lru, arc"),
         (offloading(disk_path="/proc/none"), "/proc/none"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config.engine import BUILT_IN_MODEL, EngineArgs
-from penstock.config.speculative import read_speculative_config
+from penstock.config.options import read_object
 from penstock.utils.errors import ConfigError
 
 _FILES = ("*.json", "*.safetensors", "*.jinja")
@@ -35,7 +35,7 @@ def localise(args: EngineArgs) -> EngineArgs:
     local = replace(args, model=str(resolve_model_path(args.model, args.revision)))
     if args.speculative_config is None:
         return local
-    speculative = dict(read_speculative_config(args.speculative_config))
+    speculative = dict(read_object("speculative_config", args.speculative_config))
     if "model" in speculative:
         speculative["model"] = str(resolve_model_path(str(speculative["model"])))
     return replace(local, speculative_config=speculative)

@@ -6,30 +6,45 @@ for that vector.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.config.model import ModelConfig, read_json, read_model_json
+from penstock.config.options import Must, convert_options, read_object
 from penstock.config.sentence_transformers import METHODS, Prompts, read_max_tokens, read_modules, read_prompts
 from penstock.utils.errors import ConfigError
-from penstock.utils.names import did_you_mean
 
 RUNNERS = ("auto", "generate", "pooling")
 MAX_LABELS = 65536
 
 _CLASSIFIER = "ForSequenceClassification"
 _MASKED_LM = "ForMaskedLM"
-_KEYS = ("pooling_type", "normalize", "classifier_from_token", "score_template")
 _ACTIVATION_OF_PROBLEM = {
     "regression": "identity",
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
 _ACTIVATION_OF_CLASS = {"Sigmoid": "sigmoid", "Identity": "identity"}
-_PLACEHOLDERS = ("{query}", "{document}")
+
+
+def _is_method(name: str) -> bool:
+    return name.lower() in METHODS
+
+
+def _has_placeholders(template: str) -> bool:
+    return template.count("{query}") == template.count("{document}") == 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The keys of `pooler_config`; the defaults leave the checkpoint's choice."""
+
+    pooling_type: Annotated[str, Must(f"one of {', '.join(METHODS).upper()}", _is_method)] = ""
+    normalize: bool | None = None
+    classifier_from_token: Any = None
+    score_template: Annotated[str, Must("a text with one {query} and one {document}", _has_placeholders)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,8 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         return None
     if not is_classifier:
         _check_no_other_head(path, architecture, is_encoder)
-    tokens = given.get("classifier_from_token", raw.get("classifier_from_token"))
+    tokens = given.classifier_from_token
+    tokens = raw.get("classifier_from_token") if tokens is None else tokens
     modules = None if is_classifier else read_modules(path)
     if runner == "auto" and has_logits and modules is None and tokens is None and asked is None:
         return None
@@ -116,7 +132,7 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         normalize=True if modules is None else modules.normalize,
         prompts=read_prompts(path),
         max_tokens=read_max_tokens(path),
-        score_template=given.get("score_template"),
+        score_template=given.score_template or None,
         is_encoder=is_encoder,
     )
     if is_classifier:
@@ -127,10 +143,10 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         if not has_logits:
             raise ConfigError(f"{path} holds a {architecture}, which has no output head for classifier_from_token")
         config = replace(config, head=HeadConfig(("score",), "sigmoid", _token_ids(model, tokens)))
-    method = given.get("pooling_type", config.method)
+    method = (given.pooling_type or config.method).lower()
     if config.head is not None and method != default:
         raise ConfigError(f"pooling_type must be {default.upper()} for the classifier in {path}, got {method.upper()}")
-    return replace(config, method=method, normalize=given.get("normalize", config.normalize))
+    return replace(config, method=method, normalize=config.normalize if given.normalize is None else given.normalize)
 
 
 def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> None:
@@ -143,33 +159,10 @@ def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> Non
         )
 
 
-def _parse(asked: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the engine argument's object, checked, with `pooling_type` in lower case. Raises ConfigError."""
-    if isinstance(asked, str):
-        try:
-            asked = json.loads(asked)
-        except ValueError as error:
-            raise ConfigError(f"pooler_config is not JSON: {error}") from None
-    if asked is None:
-        return {}
-    if not isinstance(asked, Mapping):
-        raise ConfigError(f"pooler_config must be an object, got {asked!r}")
-    given = {str(key): value for key, value in asked.items() if value is not None}
-    for key in given:
-        if key not in _KEYS:
-            raise ConfigError(f"unknown key {key!r} in pooler_config{did_you_mean(key, _KEYS)}")
-    if "pooling_type" in given:
-        method = str(given["pooling_type"]).lower()
-        if method not in METHODS:
-            allowed = ", ".join(METHODS).upper()
-            raise ConfigError(f"pooling_type in pooler_config must be one of {allowed}, got {given['pooling_type']!r}")
-        given["pooling_type"] = method
-    if not isinstance(given.get("normalize", True), bool):
-        raise ConfigError(f"normalize in pooler_config must be true or false, got {given['normalize']!r}")
-    template = given.get("score_template", "".join(_PLACEHOLDERS))
-    if not isinstance(template, str) or any(template.count(name) != 1 for name in _PLACEHOLDERS):
-        raise ConfigError("score_template in pooler_config must be a text with one {query} and one {document}")
-    return given
+def _parse(asked: str | Mapping[str, Any] | None) -> _Options:
+    """Returns the engine argument's options; null is the same as absent. Raises ConfigError."""
+    given = read_object("pooler_config", {} if asked is None else asked)
+    return convert_options(_Options, {k: v for k, v in given.items() if v is not None}, "in pooler_config")
 
 
 def _read_head(path: Path, raw: Mapping[str, Any]) -> HeadConfig:

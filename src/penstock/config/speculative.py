@@ -8,34 +8,43 @@ drafts are chosen and verified.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from penstock.config.eagle3 import Eagle3Config, is_eagle3, load_eagle3_config
 from penstock.config.model import ModelConfig, load_model_config
+from penstock.config.options import Must, convert_options, read_object
 from penstock.utils.errors import ConfigError
-from penstock.utils.names import did_you_mean
 
-METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 _WITH_MODEL = ("draft_model", "eagle3")
 MAX_DRAFTS = 32
-DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
-REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
-_KEYS = (
-    "method",
-    "model",
-    "num_speculative_tokens",
-    "num_speculative_tokens_per_batch_size",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
-    "draft_sample_method",
-    "rejection_sample_method",
-    "synthetic_acceptance_rates",
-)
 _ANY_BATCH_SIZE = 1 << 30
+
+
+_Count = Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
+_Rates = Annotated[
+    tuple[Annotated[float, Meta(ge=0, le=1)], ...],
+    Must("num_speculative_tokens numbers from 0 to 1, one for each draft once those before it are accepted"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The keys of the object that users give."""
+
+    method: Literal["ngram", "draft_model", "mtp", "eagle3"]
+    model: str = ""
+    num_speculative_tokens: _Count
+    num_speculative_tokens_per_batch_size: Any = None
+    prompt_lookup_min: _Count = 2
+    prompt_lookup_max: _Count = 5
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_rates: _Rates = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,37 +82,22 @@ class SpeculativeConfig:
         return 0 if self.method == "ngram" else self.num_speculative_tokens
 
 
-def read_speculative_config(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the object, or parses its JSON text. Raises ConfigError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"speculative_config is not JSON: {error}") from None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"speculative_config must be an object, got {value!r}")
-    for key in value:
-        if key not in _KEYS:
-            raise ConfigError(f"unknown key {key!r} in speculative_config{did_you_mean(key, _KEYS)}")
-    return value
-
-
 def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig) -> SpeculativeConfig:
     """Checks the configuration against the target model. Raises ConfigError naming the key and its limit."""
-    given = read_speculative_config(value)
-    model = Path(str(given.get("model", "")))
-    method = given.get("method", _method_of(model) if "model" in given else None)
-    if method not in METHODS:
-        raise ConfigError(f"method in speculative_config must be one of {', '.join(METHODS)}, got {method!r}")
-    count = _count(given, "num_speculative_tokens", None)
-    longest = _count(given, "prompt_lookup_max", 5)
-    shortest = _count(given, "prompt_lookup_min", min(2, longest))
+    given = dict(read_object("speculative_config", value))
+    if "method" not in given and isinstance(given.get("model"), str):
+        given["method"] = "eagle3" if is_eagle3(Path(given["model"])) else "draft_model"
+    options = convert_options(_Options, given, "in speculative_config")
+    method, count, model = options.method, options.num_speculative_tokens, Path(options.model)
+    longest = options.prompt_lookup_max
+    shortest = options.prompt_lookup_min if "prompt_lookup_min" in given else min(2, longest)
     if shortest > longest:
         raise ConfigError(f"prompt_lookup_min={shortest} exceeds prompt_lookup_max={longest} in speculative_config")
-    if ("model" in given) != (method in _WITH_MODEL):
+    if bool(options.model) != (method in _WITH_MODEL):
         raise ConfigError(f"speculative_config needs a model for {' and '.join(_WITH_MODEL)}, and for no other method")
-    samples_drafts = _choice(given, "draft_sample_method", DRAFT_SAMPLE_METHODS) == "probabilistic"
-    rates = _parse_rates(given, count)
+    samples_drafts = options.draft_sample_method == "probabilistic"
+    rates = options.synthetic_acceptance_rates
+    _check_rates(options)
     if samples_drafts and (method == "ngram" or rates):
         other = "rejection_sample_method=synthetic" if rates else "method=ngram"
         raise ConfigError(
@@ -113,7 +107,7 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
     return SpeculativeConfig(
         method=method,
         num_speculative_tokens=count,
-        drafts=_parse_table(given.get("num_speculative_tokens_per_batch_size"), count),
+        drafts=_parse_table(options.num_speculative_tokens_per_batch_size, count),
         prompt_lookup_min=shortest,
         prompt_lookup_max=longest,
         draft_model=_load_draft_model(model, target) if method == "draft_model" else None,
@@ -121,20 +115,6 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
         samples_drafts=samples_drafts,
         synthetic_acceptance_rates=rates,
     )
-
-
-def _choice(given: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str:
-    value = given.get(key, choices[0])
-    if value not in choices:
-        raise ConfigError(f"{key} in speculative_config must be one of {', '.join(choices)}, got {value!r}")
-    return value
-
-
-def _count(given: Mapping[str, Any], key: str, default: int | None) -> int:
-    value = given.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DRAFTS:
-        raise ConfigError(f"{key} in speculative_config must be an integer from 1 to {MAX_DRAFTS}, got {value!r}")
-    return value
 
 
 def _parse_table(table: Any, count: int) -> tuple[tuple[int, int], ...]:
@@ -154,30 +134,17 @@ def _parse_table(table: Any, count: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs))
 
 
-def _parse_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...]:
-    is_synthetic = _choice(given, "rejection_sample_method", REJECTION_SAMPLE_METHODS) == "synthetic"
-    if is_synthetic != ("synthetic_acceptance_rates" in given):
+def _check_rates(options: _Options) -> None:
+    count, rates = options.num_speculative_tokens, options.synthetic_acceptance_rates
+    if (options.rejection_sample_method == "synthetic") != bool(rates):
         raise ConfigError(
             "rejection_sample_method=synthetic and synthetic_acceptance_rates in speculative_config need each other"
         )
-    if not is_synthetic:
-        return ()
-    value = given["synthetic_acceptance_rates"]
-    rates: tuple[Any, ...] = tuple(value if isinstance(value, list | tuple) else ())  # pyright: ignore[reportUnknownArgumentType]
-    if len(rates) != count or not all(map(_is_probability, rates)):
+    if rates and len(rates) != count:
         raise ConfigError(
             f"synthetic_acceptance_rates in speculative_config must be num_speculative_tokens={count} numbers from 0 "
-            f"to 1, one for each draft once those before it are accepted, got {value!r}"
+            f"to 1, one for each draft once those before it are accepted, got {list(rates)!r}"
         )
-    return rates
-
-
-def _is_probability(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def _method_of(model: Path) -> str:
-    return "eagle3" if is_eagle3(model) else "draft_model"
 
 
 def _load_draft_model(path: Path, target: ModelConfig) -> ModelConfig:

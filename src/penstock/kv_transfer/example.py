@@ -13,18 +13,20 @@ import itertools
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from penstock.config.options import Must, Text, convert_options
 from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
-from penstock.kv_transfer.options import is_text, read_options
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_transfer import (
@@ -67,8 +69,15 @@ class ExampleMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
         return bool(self.loads)
 
 
+@dataclass(frozen=True, slots=True)
+class ExampleOptions:
+    """The connector's one option, a folder."""
+
+    shared_storage_path: Annotated[Text, Must("a folder")]
+
+
 class ExampleConnector:
-    """Takes one option: `shared_storage_path`, the folder."""
+    """See the module's docstring."""
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> ExampleScheduler:
@@ -90,11 +99,10 @@ class ExampleConnector:
 
 def _folder(context: ConnectorContext) -> Path:
     """Returns a folder that is specific to the weights, the arithmetic and the rank's part of the KV."""
-    given = context.config.kv_connector_extra_config
-    options = read_options("ExampleConnector", given, {}, shared_storage_path=(is_text, "a folder"))
+    options = convert_options(ExampleOptions, context.config.kv_connector_extra_config, "of ExampleConnector")
     num_stages, num_ranks = (1 + max(numbers) for numbers in zip(*context.shards, strict=True))
     name = f"{context.fingerprint.hex()}-pp{num_stages}-tp{num_ranks}"
-    return Path(options["shared_storage_path"]).expanduser() / name
+    return Path(options.shared_storage_path).expanduser() / name
 
 
 class ExampleScheduler(NullSchedulerConnector):

@@ -9,11 +9,13 @@ All transfer ids are prefixed with the child's name towards the engine, so no ch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
+from penstock.config.options import Must, convert_options
 from penstock.kv_transfer.connector import (
     FREED,
     NO_MATCH,
@@ -34,7 +36,6 @@ from penstock.kv_transfer.factory import (
     make_worker_connector,
 )
 from penstock.kv_transfer.null import NullSchedulerConnector
-from penstock.kv_transfer.options import read_options
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
@@ -75,6 +76,11 @@ class MultiSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
     children: dict[str, ConnectorSetup | None]
 
 
+@dataclass(frozen=True, slots=True)
+class MultiOptions:
+    connectors: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1), Must("a list of objects")]
+
+
 class MultiConnector:
     """See the module's docstring."""
 
@@ -83,12 +89,11 @@ class MultiConnector:
         """Returns their configurations by name. Raises ConfigError if one is invalid, a name is repeated, or several
         children answer requests.
         """
-        given = config.kv_connector_extra_config
-        options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
+        options = convert_options(MultiOptions, config.kv_connector_extra_config, "of MultiConnector")
         inherited = ("engine_id", "kv_role", "kv_load_timeout", "kv_ip", "kv_port")
         shared = {name: getattr(config, name) for name in inherited}
         configs: dict[str, KVTransferConfig] = {}
-        for child in options["connectors"]:
+        for child in options.connectors:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
             name = child.get("name", parsed.kv_connector)
             if not isinstance(name, str) or not name or not name.isprintable() or name in configs:
@@ -120,10 +125,6 @@ class MultiConnector:
 def _contexts_of_children(context: ConnectorContext) -> dict[str, ConnectorContext]:
     configs = MultiConnector.children(context.config)
     return {name: msgspec.structs.replace(context, config=config) for name, config in configs.items()}
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, Sequence) and bool(value) and all(isinstance(each, Mapping) for each in value)
 
 
 class MultiScheduler(NullSchedulerConnector):

@@ -14,9 +14,13 @@ Options, in `kv_connector_extra_config`:
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from penstock.config.options import Must, Text, convert_options, one_of
 from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
@@ -27,31 +31,25 @@ from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
 from penstock.kv_transfer.offload.worker import OffloadingWorker
-from penstock.kv_transfer.options import Check, is_text, read_options
 from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
-_DEFAULTS = {
-    "cpu_bytes_to_use": 1 << 30,
-    "eviction_policy": "lru",
-    "disk_path": None,
-    "disk_bytes_to_use": 16 << 30,
-    "attestation": "all",
-    "offload_policy": "chunk",
-    "load_policy": "measured",
-}
+_Bytes = Annotated[int, Meta(gt=0), Must("a number of bytes")]
 
 
-def _one_of(*choices: str) -> Check:
-    return lambda value: value in choices, f"one of {', '.join(choices)}"
+@dataclass(frozen=True, slots=True)
+class OffloadingOptions:
+    """The connector's options, as the module's docstring describes them."""
 
-
-_BYTES: Check = (
-    lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
-    "a number of bytes",
-)
+    cpu_bytes_to_use: _Bytes = 1 << 30
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    disk_path: Annotated[Text | None, Must("a folder")] = None
+    disk_bytes_to_use: _Bytes = 16 << 30
+    attestation: Annotated[str, one_of(*Attestation)] = "all"
+    offload_policy: Annotated[str, one_of(*OffloadPolicy)] = "chunk"
+    load_policy: Literal["measured", "always"] = "measured"
 
 
 class OffloadingConnector:
@@ -60,14 +58,15 @@ class OffloadingConnector:
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> OffloadingScheduler:
         """Builds the scheduler's part. Raises ConfigError for invalid options."""
-        options = _read_options(context)
+        given = context.config.kv_connector_extra_config
+        options = convert_options(OffloadingOptions, given, "of OffloadingConnector")
         chunk_bytes = ChunkFormat(context.cache).chunk_bytes
-        region = OffloadRegion(options["cpu_bytes_to_use"] // chunk_bytes, chunk_bytes)
+        region = OffloadRegion(options.cpu_bytes_to_use // chunk_bytes, chunk_bytes)
         num_chunks = region.num_chunks
-        policy: CachePolicy = LRUPolicy() if options["eviction_policy"] == "lru" else ARCPolicy(num_chunks)
+        policy: CachePolicy = LRUPolicy() if options.eviction_policy == "lru" else ARCPolicy(num_chunks)
         tiers: list[DiskTier] = []
-        if options["disk_path"] is not None:
-            disk = DiskTierConfig(Path(options["disk_path"]).expanduser(), options["disk_bytes_to_use"])
+        if options.disk_path is not None:
+            disk = DiskTierConfig(Path(options.disk_path).expanduser(), options.disk_bytes_to_use)
             tiers.append(DiskTier(disk, context.fingerprint, region))
         return OffloadingScheduler(
             cache=context.cache,
@@ -75,9 +74,9 @@ class OffloadingConnector:
             region=region,
             manager=OffloadingManager(num_chunks, policy, tiers),
             rules=OffloadRules(
-                attestation=Attestation(options["attestation"]),
-                policy=OffloadPolicy(options["offload_policy"]),
-                costs=LoadCostModel() if options["load_policy"] == "measured" else None,
+                attestation=Attestation(options.attestation),
+                policy=OffloadPolicy(options.offload_policy),
+                costs=LoadCostModel() if options.load_policy == "measured" else None,
             ),
             clock=SystemClock(),
             epoch=f"{context.config.engine_id}/{uuid.uuid4().hex}",
@@ -97,18 +96,3 @@ class OffloadingConnector:
                 "host of the engine core"
             ) from None
         return OffloadingWorker(region, shard, ChunkFormat(context.cache), context.rank_heads)
-
-
-def _read_options(context: ConnectorContext) -> dict[str, Any]:
-    return read_options(
-        "OffloadingConnector",
-        context.config.kv_connector_extra_config,
-        _DEFAULTS,
-        cpu_bytes_to_use=_BYTES,
-        eviction_policy=_one_of("lru", "arc"),
-        disk_path=(is_text, "a folder"),
-        disk_bytes_to_use=_BYTES,
-        attestation=_one_of(*Attestation),
-        offload_policy=_one_of(*OffloadPolicy),
-        load_policy=_one_of("measured", "always"),
-    )

@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from penstock.config.kv_transfer import DEFAULT_BOOTSTRAP_PORT, KVTransferConfig
+from penstock.config.options import Must, Text, convert_options, one_of
 from penstock.kv_transfer.factory import ConnectorContext
-from penstock.kv_transfer.options import Check, is_text, read_options
 from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.dialler import threads
 from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
@@ -53,20 +56,26 @@ TRANSPORTS: dict[str, type[DataTransport]] = {
     "shared_memory": SharedMemoryTransport,
     **dict.fromkeys(LIBRARIES, AgentTransport),
 }
-_DEFAULTS = {
-    "transport": "sockets",
-    "backends": ("UCX",),
-    "mooncake_protocol": "rdma",
-    "peers": (),
-    "cluster_key_file": None,
-    "attestation": "all",
-    "hold_seconds": 120.0,
-    "hold_share": 0.5,
-    "lease_seconds": 15.0,
-    "bootstrap_port": DEFAULT_BOOTSTRAP_PORT,
-    "allow_other_arithmetic": False,
-}
+_Names = Annotated[tuple[Text, ...], Meta(min_length=1), Must("a list of names")]
+_Seconds = Annotated[float, Meta(gt=0, le=86400), Must("seconds above 0")]
 _MAX_PARKED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class P2POptions:
+    """The connector's options, as the module's docstring describes them."""
+
+    transport: Annotated[str, one_of(*TRANSPORTS)] = "sockets"
+    backends: _Names = ("UCX",)
+    mooncake_protocol: Literal["rdma", "tcp"] = "rdma"
+    peers: Annotated[tuple[Text, ...], Must("a list of addresses")] = ()
+    cluster_key_file: Annotated[Text | None, Must("a file")] = None
+    attestation: Literal["all", "off"] = "all"
+    hold_seconds: _Seconds = 120.0
+    hold_share: Annotated[float, Meta(gt=0, le=1), Must("a share above 0, at most 1")] = 0.5
+    lease_seconds: _Seconds = 15.0
+    bootstrap_port: Annotated[int, Meta(ge=0, lt=1 << 16), Must("a port")] = DEFAULT_BOOTSTRAP_PORT
+    allow_other_arithmetic: bool = False
 
 
 class P2PConnector:
@@ -79,36 +88,36 @@ class P2PConnector:
     def make_scheduler_connector(cls, context: ConnectorContext) -> P2PScheduler:
         """Listens on kv_ip and kv_port, unless it only loads. Raises ConfigError if a port is in use."""
         config = context.config
-        options = _read_options(config)
+        options = convert_options(P2POptions, config.kv_connector_extra_config, f"of {config.kv_connector}")
         host = check_host(config.kv_ip)
         agent = _agent_settings(options, host)
-        local = LocalCluster() if is_loopback(host) and options["cluster_key_file"] is None else None
+        local = LocalCluster() if is_loopback(host) and options.cluster_key_file is None else None
         key = _key(config, options, local)
-        peers = PeerList(options["peers"], local)
+        peers = PeerList(options.peers, local)
         ports: dict[str, int] = {}
         if config.kv_role != "kv_consumer":  # which nothing dials
             ports["kv_port"] = config.kv_port
             if cls.has_bootstrap:
-                ports["bootstrap_port"] = options["bootstrap_port"]
+                ports["bootstrap_port"] = options.bootstrap_port
         channel = SocketChannel(host, ports, key, local)
         epoch, office, clock = uuid.uuid4().hex, TicketOffice(key), SystemClock()
         rules = ProducerRules(
-            hold_seconds=options["hold_seconds"],
-            lease_seconds=options["lease_seconds"],
+            hold_seconds=options.hold_seconds,
+            lease_seconds=options.lease_seconds,
             park_seconds=config.kv_load_timeout,
             max_parked=_MAX_PARKED,
-            max_held_blocks=int(options["hold_share"] * context.cache.num_blocks),
-            is_attested=options["attestation"] == "all",
+            max_held_blocks=int(options.hold_share * context.cache.num_blocks),
+            is_attested=options.attestation == "all",
         )
         settings = P2PSettings(
             engine_id=config.engine_id,
             epoch=epoch,
             role=config.kv_role,
             meaning=context.meaning,
-            setup=P2PSetup(options["transport"], host, key, agent),
+            setup=P2PSetup(options.transport, host, key, agent),
             num_groups=len(context.cache.groups),
-            ignored=frozenset({"arithmetic"} if options["allow_other_arithmetic"] else ()),
-            requires_digests=options["attestation"] == "all",
+            ignored=frozenset({"arithmetic"} if options.allow_other_arithmetic else ()),
+            requires_digests=options.attestation == "all",
         )
         producer = Producer(config.engine_id, epoch, rules, office)
         consumer = Consumer(office, peers.resolve)
@@ -147,9 +156,9 @@ def _transport_maker(setup: P2PSetup) -> Callable[[KVLayout], DataTransport]:
     return lambda layout: SocketsTransport(setup.host, setup.key)
 
 
-def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
+def _agent_settings(options: P2POptions, host: str) -> AgentSettings | None:
     """Returns the settings of a library's transport, else None. Raises ConfigError if the library is not installed."""
-    library = options["transport"]
+    library = options.transport
     if library not in LIBRARIES:
         return None
     check_installed(library)
@@ -157,14 +166,14 @@ def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
         library=library,
         host=host,
         is_local=is_loopback(host),
-        backends=tuple(options["backends"]),
-        protocol=options["mooncake_protocol"],
+        backends=options.backends,
+        protocol=options.mooncake_protocol,
     )
 
 
-def _key(config: KVTransferConfig, options: dict[str, Any], local: LocalCluster | None) -> bytes:
-    if options["cluster_key_file"] is not None:
-        key = read_cluster_key(Path(options["cluster_key_file"]).expanduser())
+def _key(config: KVTransferConfig, options: P2POptions, local: LocalCluster | None) -> bytes:
+    if options.cluster_key_file is not None:
+        key = read_cluster_key(Path(options.cluster_key_file).expanduser())
     elif local is not None:
         return local.key()
     else:
@@ -172,37 +181,6 @@ def _key(config: KVTransferConfig, options: dict[str, Any], local: LocalCluster 
             f"kv_ip {config.kv_ip} can be reached from other hosts: set cluster_key_file in kv_connector_extra_config "
             "to a file with a secret key, the same on all hosts"
         )
-    if config.kv_role != "kv_producer" and not options["peers"]:
+    if config.kv_role != "kv_producer" and not options.peers:
         raise ConfigError("set peers in kv_connector_extra_config to the addresses of the engines that prefill")
     return key
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 86400
-
-
-def _read_options(config: KVTransferConfig) -> dict[str, Any]:
-    seconds: Check = (_is_seconds, "seconds above 0")
-    return read_options(
-        config.kv_connector,
-        config.kv_connector_extra_config,
-        _DEFAULTS,
-        transport=(lambda value: value in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}"),
-        backends=(
-            lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
-            "a list of names",
-        ),
-        mooncake_protocol=(lambda value: value in ("rdma", "tcp"), "one of rdma, tcp"),
-        peers=(lambda value: isinstance(value, list) and all(map(is_text, value)), "a list of addresses"),
-        cluster_key_file=(is_text, "a file"),
-        attestation=(lambda value: value in ("all", "off"), "one of all, off"),
-        hold_seconds=seconds,
-        hold_share=(_is_share, "a share above 0, at most 1"),
-        lease_seconds=seconds,
-        bootstrap_port=(lambda value: isinstance(value, int) and 0 <= value < 1 << 16, "a port"),
-        allow_other_arithmetic=(lambda value: isinstance(value, bool), "true or false"),
-    )
