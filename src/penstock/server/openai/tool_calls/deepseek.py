@@ -18,11 +18,10 @@ from penstock.server.openai.tool_calls.json_call import read_until_closed
 from penstock.server.openai.tool_calls.parser import (
     Malformed,
     Scan,
-    ToolCallParser,
+    TaggedParser,
     Tools,
     expect,
     read_name,
-    read_tag,
     require,
     skip_whitespace,
 )
@@ -33,50 +32,19 @@ CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁cal
 _FENCE = "```"
 
 
-class _DeepSeekParser(ToolCallParser):
-    """Any number of calls, anywhere in the text; the tags around all of them carry no information. `FENCE` is the text
-    after the arguments, if any.
-    """
+class _DeepSeekParser(TaggedParser):
+    """`FENCE` is the text after the arguments, if any."""
 
+    BEGIN = CALL_BEGIN
+    OUTER = (CALLS_BEGIN,)
+    ENDS = (CALL_END, CALLS_END)
     FENCE: ClassVar[str] = ""
 
-    def _answer(self) -> Scan[None]:
-        has_called = False
-        char = yield
-        while True:
-            char = yield from skip_whitespace(char)
-            if char != "<":
-                self._release()
-                char = yield
-                continue
-            before = len(self._held) - 1
-            ends = (CALL_END, CALLS_END) if has_called else ()
-            tag, char = yield from read_tag("<", CALLS_BEGIN, CALL_BEGIN, *ends)
-            if not tag:
-                self._release(keep=1)
-                continue
-            if tag in ends:
-                has_called = tag == CALL_END
-                self._held.clear()
-                self._separating = True
-                char = yield
-                continue
-            if tag == CALLS_BEGIN:
-                char = yield from skip_whitespace((yield))
-                tag, char = ("", char) if char != "<" else (yield from read_tag("<", CALL_BEGIN))
-                if not tag:
-                    self._release(keep=1)
-                    continue
-            has_called = self._may_call
-            if not self._may_call:
-                self._release()
-                char = yield
-                continue
-            try:
-                char = yield from self._call(self._content_before(before))
-            except Malformed:
-                has_called = self._in_call
-                char = self._break_off()
+    def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
+        try:
+            return True, (yield from self._call(content))
+        except Malformed:
+            return self._in_call, self._break_off()
 
     def _call(self, content: str) -> Scan[str]:
         """Reads a call after its opening tag; returns the first character after what it read."""

@@ -19,6 +19,7 @@ from penstock.server.openai.tool_calls.json_call import JsonCallParser, read_unt
 from penstock.server.openai.tool_calls.parser import (
     Malformed,
     Scan,
+    TaggedParser,
     Tools,
     expect,
     read_name,
@@ -33,29 +34,13 @@ _ID_CHARACTERS = 9
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-class MistralParser(JsonCallParser):
-    """Parses any number of tags, anywhere in the text."""
+class MistralParser(TaggedParser, JsonCallParser):
+    BEGIN = TOOL_CALLS
 
-    def _answer(self) -> Scan[None]:
-        char = yield
-        while True:
-            char = yield from skip_whitespace(char)
-            if char != "[":
-                self._release()
-                char = yield
-                continue
-            before = len(self._held) - 1
-            tag, char = yield from read_tag("[", TOOL_CALLS)
-            if not tag:
-                self._release(keep=1)
-            elif not self._may_call:
-                self._release()
-                char = yield
-            else:
-                content = self._content_before(before)
-                char = yield from skip_whitespace((yield))
-                read = self._array if char == "[" else self._named
-                char = yield from read(char, content)
+    def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
+        char = yield from skip_whitespace((yield))
+        read = self._array if char == "[" else self._named
+        return True, (yield from read(char, content))
 
     def _array(self, char: str, content: str) -> Scan[str]:
         """Reads the array; returns the first character after it, or the one at which it becomes malformed."""

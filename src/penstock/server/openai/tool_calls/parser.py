@@ -126,6 +126,55 @@ class ToolCallParser(ABC):
         return f"call_{secrets.token_hex(12)}"
 
 
+class TaggedParser(ToolCallParser):
+    """Parses any number of calls anywhere in the text, each after the tag `BEGIN`.
+
+    The tags of `OUTER` may come before `BEGIN`, and those of `ENDS` after a call, the last of them after all calls.
+    They carry no information, and their absence is no error.
+    """
+
+    BEGIN: ClassVar[str]
+    OUTER: ClassVar[tuple[str, ...]] = ()
+    ENDS: ClassVar[tuple[str, ...]] = ()
+
+    def _answer(self) -> Scan[None]:
+        has_called = False
+        first = self.BEGIN[0]
+        char = yield
+        while True:
+            char = yield from skip_whitespace(char)
+            if char != first:
+                self._release()
+                char = yield
+                continue
+            before = len(self._held) - 1
+            ends = self.ENDS if has_called else ()
+            tag, char = yield from read_tag(first, self.BEGIN, *self.OUTER, *ends)
+            if tag in ends:
+                has_called = tag != self.ENDS[-1]
+                self._held.clear()
+                self._separating = True
+                char = yield
+                continue
+            if tag in self.OUTER:
+                char = yield from skip_whitespace((yield))
+                tag, char = ("", char) if char != first else (yield from read_tag(first, self.BEGIN))
+            if not tag:
+                self._release(keep=1)
+            elif not self._may_call:
+                has_called = False
+                self._release()
+                char = yield
+            else:
+                has_called, char = yield from self._call_after_tag(self._content_before(before))
+
+    @abstractmethod
+    def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
+        """Reads a call after `BEGIN`; returns whether it was one, and the next character. `content` is the held text
+        that is content even if a call follows.
+        """
+
+
 def require(condition: bool) -> None:
     if not condition:
         raise Malformed

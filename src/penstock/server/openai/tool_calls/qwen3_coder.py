@@ -19,7 +19,7 @@ from penstock.server.openai.tool_calls import typed_text
 from penstock.server.openai.tool_calls.parser import (
     Malformed,
     Scan,
-    ToolCallParser,
+    TaggedParser,
     Tools,
     read_name,
     read_tag,
@@ -42,42 +42,16 @@ _NAME_END = ">\n"
 _VALUE_ENDS = ("\n" + _PARAMETER_END, _PARAMETER_END)
 
 
-class Qwen3CoderParser(ToolCallParser):
-    """Any number of calls, anywhere in the text. The outer tags may be missing, because the models sometimes omit them.
-    Text arguments are streamed, all others are sent when they are complete.
+class Qwen3CoderParser(TaggedParser):
+    """The outer tags may be missing, because the models sometimes omit them. Text arguments are streamed, all others
+    are sent when they are complete.
     """
 
-    def _answer(self) -> Scan[None]:
-        has_called = False
-        char = yield
-        while True:
-            char = yield from skip_whitespace(char)
-            if char != "<":
-                self._release()
-                char = yield
-                continue
-            before = len(self._held) - 1
-            ends = (CLOSING_TAG,) if has_called else ()
-            tag, char = yield from read_tag("<", OPENING_TAG, _FUNCTION, *ends)
-            if tag in ends:
-                has_called = False
-                self._held.clear()
-                self._separating = True
-                char = yield
-                continue
-            if tag == OPENING_TAG:
-                char = yield from skip_whitespace((yield))
-                tag, char = ("", char) if char != "<" else (yield from read_tag("<", _FUNCTION))
-            if not tag:
-                self._release(keep=1)
-            elif not self._may_call:
-                self._release()
-                char = yield
-            else:
-                has_called, char = yield from self._function(self._content_before(before))
+    BEGIN = _FUNCTION
+    OUTER = (OPENING_TAG,)
+    ENDS = (CLOSING_TAG,)
 
-    def _function(self, content: str) -> Scan[tuple[bool, str]]:
-        """Reads a call from its name to its closing tag; returns whether it was one, and the next character."""
+    def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
         try:
             name, _ = yield from read_name((yield), ">")
             require(name in self._tools)
