@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from penstock import __version__
-from penstock.server import admin, dashboard, errors, health, reference
+from penstock.server import admin, dashboard, errors, health
 from penstock.server.anthropic import routes as anthropic
 from penstock.server.anthropic.edge import MessagesEdge
 from penstock.server.envelope import Envelope
-from penstock.server.middleware import OPEN_PATHS, Accounting, Authentication, BodyLimit, LocalHosts
+from penstock.server.middleware import OPEN_PATHS, PAGES, Accounting, Authentication, BodyLimit, LocalHosts
 from penstock.server.openai import chat, completions, models
 from penstock.server.openai.responses_api import routes as responses
 from penstock.server.pooling import ranking, vectors
@@ -58,9 +58,13 @@ def create_admin_app(service: Service) -> FastAPI:
 def _make_app(service: Service, title: str) -> FastAPI:
     # The library's built-in pages load scripts from the internet.
     app = FastAPI(title=title, version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
-    app.include_router(reference.router)
     app.state.service = service
     errors.install(app)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Returns a page that shows `/openapi.json`, with a key if the server requires one, and loads nothing else."""
+        return FileResponse(PAGES["/docs"], media_type="text/html")
 
     @app.exception_handler(ClientGone)
     async def on_client_gone(_: Request, __: ClientGone) -> Response:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from penstock.frontend.replica import Replica
 from penstock.metrics.request_log import Phase, RequestRecord
 from penstock.server.errors import NotFoundError
 from penstock.server.health import health_of
+from penstock.server.middleware import PAGES
 from penstock.server.service import Service, service_of
 from penstock.server.sse import EventStream, event
 from penstock.utils.errors import EngineDeadError, OverloadedError
@@ -25,7 +25,6 @@ from penstock.utils.math import cdiv
 
 router = APIRouter()
 
-_PAGE = Path(__file__).parent / "static" / "dashboard.html"
 _SECONDS_BETWEEN = 0.25
 _SECONDS_SHOWN = 30.0
 _MAX_REQUESTS = 200
@@ -37,7 +36,7 @@ _SECONDS_PER_BLOCK = 2e-5
 @router.get("/dashboard", include_in_schema=False)
 async def page() -> Response:
     """Returns the page, a single file without external assets."""
-    return FileResponse(_PAGE, media_type="text/html")
+    return FileResponse(PAGES["/dashboard"], media_type="text/html")
 
 
 @router.get("/dashboard/events", include_in_schema=False)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.server.errors import JSONResponse
-from penstock.server.openai.responses import ERRORS
+from penstock.server.openai.protocol import ERRORS
 from penstock.server.service import Service, service_of
 
 router = APIRouter()

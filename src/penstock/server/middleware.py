@@ -27,7 +27,7 @@ _LARGE_BODY_BYTES = 1 << 20
 # For how long a refused body is still received and discarded.
 _LINGER_SECONDS = 5.0
 _STATIC = Path(__file__).parent / "static"
-_PAGES = {"/dashboard": _STATIC / "dashboard.html", "/docs": _STATIC / "docs.html"}
+PAGES = {"/dashboard": _STATIC / "dashboard.html", "/docs": _STATIC / "docs.html"}
 
 
 class Authentication:
@@ -61,8 +61,8 @@ class Authentication:
     @staticmethod
     def _refusal(scope: Scope) -> Response:
         headers = {"WWW-Authenticate": "Bearer"}
-        if scope["path"] in _PAGES and scope["method"] == "GET":
-            return HTMLResponse(_PAGES[scope["path"]].read_bytes(), status_code=401, headers=headers)
+        if scope["path"] in PAGES and scope["method"] == "GET":
+            return HTMLResponse(PAGES[scope["path"]].read_bytes(), status_code=401, headers=headers)
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`"
         return error_response(401, message, code="invalid_api_key", headers=headers)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from penstock.server.anthropic.translate import FIELD_NAMES, to_chat
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation
 from penstock.server.openai.conversation import render_chat, start_chat
-from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.openai.protocol import COMPLETION_RESPONSES, error_responses
 from penstock.server.openai.translation import naming_fields
 from penstock.server.service import service_of
 
@@ -33,10 +32,7 @@ class MessagesErrorBody(TypedDict):
     request_id: str
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": MessagesErrorBody, "description": "The request is invalid; the message names field and bound."},
-    "5XX": {"model": MessagesErrorBody, "description": "The engine is full, shutting down or dead."},
-}
+_ERRORS = error_responses(MessagesErrorBody)
 
 
 @router.post("/v1/messages", responses={**COMPLETION_RESPONSES, **_ERRORS})

@@ -23,8 +23,7 @@ from penstock.server.openai.blocks import (
 )
 from penstock.server.openai.conversation import Chat, content_of, start_chat
 from penstock.server.openai.generation import Delta, News
-from penstock.server.openai.protocol import ChatCompletionRequest
-from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.openai.protocol import COMPLETION_RESPONSES, ChatCompletionRequest
 from penstock.server.service import Service, service_of
 
 router = APIRouter()

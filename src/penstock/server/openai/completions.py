@@ -13,8 +13,7 @@ from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server.openai import generation, logprobs, prompts
 from penstock.server.openai.generation import Cursor, Delta, Generation, News
-from penstock.server.openai.protocol import CompletionRequest
-from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.openai.protocol import COMPLETION_RESPONSES, CompletionRequest
 from penstock.server.service import Service, service_of
 from penstock.utils.errors import RequestError
 

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from penstock.server.errors import JSONResponse, NotFoundError
 from penstock.server.openai.conversation import render_messages, template_options
 from penstock.server.openai.prompts import Tokenizing
-from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
-from penstock.server.openai.responses import ERRORS
+from penstock.server.openai.protocol import ERRORS, DetokenizeRequest, TokenizeRequest
 from penstock.server.service import Service, service_of
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import RequestError

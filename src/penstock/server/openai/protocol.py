@@ -370,3 +370,23 @@ class ErrorDetails(TypedDict):
 
 class ErrorBody(TypedDict):
     error: ErrorDetails
+
+
+# ---- Descriptions of the responses for the OpenAPI document ----
+
+
+def error_responses(body: type) -> dict[int | str, dict[str, Any]]:
+    return {
+        "4XX": {"model": body, "description": "The request is invalid; the message names field and bound."},
+        "5XX": {"model": body, "description": "The engine is full, shutting down or dead."},
+    }
+
+
+_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "`data: {...}` events, then [DONE]"}}}
+
+ERRORS = error_responses(ErrorBody)
+
+COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The completion, or its events with `stream`.", "content": _STREAM},
+    **ERRORS,
+}

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.frontend.scoring import Texts
-from penstock.server.openai.responses import ERRORS
+from penstock.server.openai.protocol import ERRORS
 from penstock.server.pooling.batch import Batch, Encoded, begin
 from penstock.server.pooling.protocol import RerankRequest, ScoreRequest
 

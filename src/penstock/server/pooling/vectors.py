@@ -12,7 +12,7 @@ from starlette.responses import Response
 from penstock.frontend.input_processor import Prompt
 from penstock.frontend.pooling import Task
 from penstock.messages.pooling_params import PoolingParams
-from penstock.server.openai.responses import ERRORS
+from penstock.server.openai.protocol import ERRORS
 from penstock.server.pooling.batch import Batch, Encoded, begin
 from penstock.server.pooling.protocol import ClassificationRequest, EmbeddingRequest, Input, PoolingRequest
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock.server.errors import JSONResponse, NotFoundError
 from penstock.server.openai import generation
 from penstock.server.openai.conversation import start_chat
-from penstock.server.openai.responses import COMPLETION_RESPONSES, ERRORS
+from penstock.server.openai.protocol import COMPLETION_RESPONSES, ERRORS
 from penstock.server.openai.responses_api.answer import Keeper, ResponseAnswer
 from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import StoredResponse
