@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 322,
     "cli": 1424,
-    "config": 1308,
+    "config": 1327,
     "core": 1460,
     "engine": 745,
     "executor": 553,

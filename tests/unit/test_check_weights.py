@@ -42,15 +42,15 @@ def test_a_wrong_packed_weight_is_found() -> None:
 
 
 def test_an_engine_checks_its_weights_with_check_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up, made = PackedLinear._set_up, []
+    make, made = PackedLinear.__init__, []
 
-    def faulty(self: PackedLinear, weight: torch.Tensor, *others: object) -> None:
-        set_up(self, weight, *others)  # pyright: ignore[reportArgumentType]
+    def faulty(self: PackedLinear, weight: torch.Tensor, *others: object, **options: object) -> None:
+        make(self, weight, *others, **options)  # pyright: ignore[reportArgumentType]
         made.append(self)
         if len(made) == 6:
             spoil(self, weight)
 
-    monkeypatch.setattr(PackedLinear, "_set_up", faulty)
+    monkeypatch.setattr(PackedLinear, "__init__", faulty)
     build_engine(EngineArgs()).core.shutdown()
     made.clear()
     with pytest.raises(ConfigError, match=r"in memory of model.layers.1.self_attn.o_proj are not those that were read"):

@@ -407,6 +407,12 @@ class TestParams:
         assert FrameReader(codec).feed(frames) == [params.spec(), params]
 
 
+def stop(pid: int) -> None:
+    """Returns when all threads of the child have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def run(
     scenario: Callable[[GrammarChecker], Awaitable[None]], tokenizer_json: str = TOKENIZER_JSON, **options: Any
 ) -> None:
@@ -457,7 +463,7 @@ class TestChecker:
             await checker.check(spec(regex="a"))
             pid = checker.pid
             assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             slow = spec(regex="slow")
             with pytest.raises(RequestError, match="within 1 seconds"):
                 await checker.check(slow)
@@ -516,7 +522,7 @@ class TestChecker:
             await staying
             pid = checker.pid
             assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             under_way = asyncio.create_task(checker.check(spec(regex="c")))
             await asyncio.sleep(0.01)
             await checker.shutdown()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import msgspec
 import pytest
 
-from penstock.config.options import NOT_AN_OPTION, Must, Text, convert_options, one_of, read_object
+from penstock.config.options import NOT_AN_OPTION, Limits, Must, Text, convert_options, one_of, read_object
 from penstock.utils.errors import ConfigError
 
 
@@ -19,7 +18,7 @@ def _is_even(value: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class Options:
     name: Annotated[Text, Must("a name")]
-    count: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    count: Annotated[int, Limits(ge=1, le=8)] = 1
     even: Annotated[int, Must("an even number", _is_even)] = 0
     kind: Literal["a", "b"] = "a"
     colour: Annotated[str, one_of("red", "blue")] = "red"

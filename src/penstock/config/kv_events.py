@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
-
-from penstock.config.options import Must, convert_options, read_object
+from penstock.config.options import Limits, Must, convert_options, read_object
 from penstock.utils.errors import ConfigError
 
 _TCP = re.compile(r"tcp://(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
@@ -23,7 +21,7 @@ def _is_endpoint(value: str) -> bool:
 
 
 _ADDRESS = "tcp://ADDRESS:PORT or ipc://PATH"
-_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Count = Annotated[int, Limits(ge=1, le=1 << 24)]
 _Endpoint = Annotated[str, Must(_ADDRESS, _is_endpoint)]
 _OptionalEndpoint = Annotated[
     str | None, Must(f"{_ADDRESS}, or null for no replay", lambda value: value is None or _is_endpoint(value))

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
-
-from penstock.config.options import NOT_AN_OPTION, Must, Text, convert_options, read_object
+from penstock.config.options import NOT_AN_OPTION, Limits, Must, Text, convert_options, read_object
 from penstock.utils.errors import ConfigError
 from penstock.utils.hosts import is_host
 
@@ -24,11 +22,13 @@ _WITHOUT_EFFECT = ("kv_rank", "kv_parallel_size", "kv_buffer_device", "kv_buffer
 
 _Id = Annotated[
     str,
-    Meta(min_length=1, max_length=_MAX_ID_LENGTH),
+    Limits(min_length=1, max_length=_MAX_ID_LENGTH),
     Must(f"printable text of at most {_MAX_ID_LENGTH} characters", str.isprintable),
 ]
-_Timeout = Annotated[float, Meta(gt=0, le=_MAX_LOAD_SECONDS), Must(f"seconds above 0 and at most {_MAX_LOAD_SECONDS}")]
-_Port = Annotated[int, Meta(ge=0, le=_MAX_PORT), Must(f"a port from 0 (any free one) to {_MAX_PORT}")]
+_Timeout = Annotated[
+    float, Limits(gt=0, le=_MAX_LOAD_SECONDS), Must(f"seconds above 0 and at most {_MAX_LOAD_SECONDS}")
+]
+_Port = Annotated[int, Limits(ge=0, le=_MAX_PORT), Must(f"a port from 0 (any free one) to {_MAX_PORT}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Reads arguments that are JSON objects, such as `--kv-transfer-config`, and the options inside them.
 
-The options of an object are the fields of a dataclass. Their annotations say what is valid: the type, the limits
-(`msgspec.Meta`), and with `Must` a further condition and its description.
+The options of an object are the fields of a dataclass. Their annotations say what is valid: the type, its `Limits`, and
+with `Must` a further condition and its description. msgspec converts the values; it is imported with the first one, so
+that a command's help, which has the dataclasses' fields, need not wait for it.
 """
 
 from __future__ import annotations
@@ -10,18 +11,30 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
-
-import msgspec
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from penstock.utils.errors import ConfigError
 from penstock.utils.names import did_you_mean
 
 _T = TypeVar("_T")
 
-Text = Annotated[str, msgspec.Meta(min_length=1)]
 NOT_AN_OPTION = {"is_option": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The arguments of `msgspec.Meta`."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+
+
+Text = Annotated[str, Limits(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +80,27 @@ def convert_options(kind: type[_T], given: Mapping[str, Any], place: str) -> _T:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
+    import msgspec
+
     try:
-        converted = msgspec.convert(value, hint)
+        converted = msgspec.convert(value, _limited(hint))
         if all(must.is_right is None or must.is_right(converted) for must in _extras(hint, Must)):
             return converted
     except msgspec.ValidationError:
         pass
     raise ConfigError(f"{name} must be {_wanted(hint)}, got {value!r}")
+
+
+def _limited(hint: Any) -> Any:
+    """Returns the type with `Limits` as msgspec knows them."""
+    import msgspec
+
+    origin, args = typing.get_origin(hint), tuple(map(_limited, typing.get_args(hint)))
+    if origin is Annotated:
+        return Annotated[tuple(msgspec.Meta(**asdict(each)) if isinstance(each, Limits) else each for each in args)]
+    if origin is tuple:
+        return tuple[args]
+    return Union[args] if isinstance(hint, types.UnionType) else hint  # noqa: UP007
 
 
 def _extras(hint: Any, kind: type[_T]) -> list[_T]:
@@ -84,7 +111,7 @@ def _wanted(hint: Any) -> str:
     """Describes the valid values of an option."""
     for must in _extras(hint, Must):
         return must.be
-    for limits in _extras(hint, msgspec.Meta):
+    for limits in _extras(hint, Limits):
         if limits.ge is not None:
             return f"an integer from {limits.ge} to {limits.le}"
     plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint

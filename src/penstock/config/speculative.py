@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
-
 from penstock.config.eagle3 import Eagle3Config, is_eagle3, load_eagle3_config
 from penstock.config.model import ModelConfig, load_model_config
-from penstock.config.options import Must, convert_options, read_object
+from penstock.config.options import Limits, Must, convert_options, read_object
 from penstock.utils.errors import ConfigError
 
 _WITH_MODEL = ("draft_model", "eagle3")
@@ -25,9 +23,9 @@ MAX_DRAFTS = 32
 _ANY_BATCH_SIZE = 1 << 30
 
 
-_Count = Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
+_Count = Annotated[int, Limits(ge=1, le=MAX_DRAFTS)]
 _Rates = Annotated[
-    tuple[Annotated[float, Meta(ge=0, le=1)], ...],
+    tuple[Annotated[float, Limits(ge=0, le=1)], ...],
     Must("num_speculative_tokens numbers from 0 to 1, one for each draft once those before it are accepted"),
 ]
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
-from penstock.config.options import Must, convert_options
+from penstock.config.options import Limits, Must, convert_options
 from penstock.kv_transfer.connector import (
     FREED,
     NO_MATCH,
@@ -74,7 +74,7 @@ class MultiSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class MultiOptions:
-    connectors: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1), Must("a list of objects")]
+    connectors: Annotated[list[dict[str, Any]], Limits(min_length=1), Must("a list of objects")]
 
 
 class MultiConnector:

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import Meta
-
-from penstock.config.options import Must, Text, convert_options, one_of
+from penstock.config.options import Limits, Must, Text, convert_options, one_of
 from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
@@ -36,7 +34,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
-_Bytes = Annotated[int, Meta(gt=0), Must("a number of bytes")]
+_Bytes = Annotated[int, Limits(gt=0), Must("a number of bytes")]
 
 
 @dataclass(frozen=True, slots=True)

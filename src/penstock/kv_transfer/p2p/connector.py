@@ -26,10 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import Meta
-
 from penstock.config.kv_transfer import DEFAULT_BOOTSTRAP_PORT, KVTransferConfig
-from penstock.config.options import Must, Text, convert_options, one_of
+from penstock.config.options import Limits, Must, Text, convert_options, one_of
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.dialler import threads
@@ -56,8 +54,8 @@ TRANSPORTS: dict[str, type[DataTransport]] = {
     "shared_memory": SharedMemoryTransport,
     **dict.fromkeys(LIBRARIES, AgentTransport),
 }
-_Names = Annotated[tuple[Text, ...], Meta(min_length=1), Must("a list of names")]
-_Seconds = Annotated[float, Meta(gt=0, le=86400), Must("seconds above 0")]
+_Names = Annotated[tuple[Text, ...], Limits(min_length=1), Must("a list of names")]
+_Seconds = Annotated[float, Limits(gt=0, le=86400), Must("seconds above 0")]
 _MAX_PARKED = 4096
 
 
@@ -72,9 +70,9 @@ class P2POptions:
     cluster_key_file: Annotated[Text | None, Must("a file")] = None
     attestation: Literal["all", "off"] = "all"
     hold_seconds: _Seconds = 120.0
-    hold_share: Annotated[float, Meta(gt=0, le=1), Must("a share above 0, at most 1")] = 0.5
+    hold_share: Annotated[float, Limits(gt=0, le=1), Must("a share above 0, at most 1")] = 0.5
     lease_seconds: _Seconds = 15.0
-    bootstrap_port: Annotated[int, Meta(ge=0, lt=1 << 16), Must("a port")] = DEFAULT_BOOTSTRAP_PORT
+    bootstrap_port: Annotated[int, Limits(ge=0, lt=1 << 16), Must("a port")] = DEFAULT_BOOTSTRAP_PORT
     allow_other_arithmetic: bool = False
 
 
