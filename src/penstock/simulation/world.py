@@ -89,6 +89,8 @@ class World:
             return self._result(tick, str(violation), violation.subjects)
         except AssertionError as error:
             return self._result(tick, f"an assertion failed: {error}", ())
+        except Exception as error:  # noqa: BLE001 - the result says what it was
+            return self._result(tick, f"{type(error).__name__}: {error}", ())
         return self._result(tick)
 
     def _is_over(self) -> bool:
