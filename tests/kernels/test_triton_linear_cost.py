@@ -164,6 +164,6 @@ def test_prepare() -> None:
     values, floats = "*bf16:16", "*fp32:16"
     signature = {"ids": "*i64:16", **dict.fromkeys(("table", "gain", "x", "scaled"), values), "squares": floats}
     constants = {"vocab": 151936, "hidden": 4096, "block": 4096, "pdl": True}
-    cost = compile_for_gpu(f"{PACKAGE}.prepare", "prepare", signature, constants, num_warps=16)
+    cost = compile_for_gpu(f"{PACKAGE}.products", "prepare", signature, constants, num_warps=16)
     assert_fits(cost)
     assert "griddepcontrol.wait" not in cost.ptx, "it is not launched early"
