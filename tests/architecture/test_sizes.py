@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 322,
     "cli": 1424,
-    "config": 1327,
+    "config": 1325,
     "core": 1460,
     "engine": 745,
     "executor": 553,
@@ -40,7 +40,7 @@ BUDGETS = {
     "router": 1888,
     "runner": 2626,
     "server": 4166,
-    "simulation": 3349,
+    "simulation": 3351,
     "tokenizer": 338,
     "utils": 556,
     "verify": 773,
