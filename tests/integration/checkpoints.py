@@ -32,6 +32,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT = {
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 
 # name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +98,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-gqa3-yarn": (
         "qwen3",
         {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": YARN_ROPE},
+    ),
+    "youtu-latent": ("youtu", {**LATENT, "tie_word_embeddings": True, "attention_bias": True}),
+    "youtu-whole-queries-yarn": (
+        "youtu",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "kv_lora_rank": 64,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
     ),
 }
 

@@ -34,13 +34,13 @@ class AttentionMetadata:
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
     """A layer's constants: heads, rotation, and the norms that some models have on queries and keys. Its cache has two
-    planes of one shape, keys and values.
+    planes of one shape, keys and values, or one of latents: keys whose dimensions after the rotated ones are the value.
     """
 
     spec: KVCacheSpec
     num_heads: int
     scale: float
-    rotary: Tensor  # [max_position, head_size] float32: cos, sin; width 0: no rotation
+    rotary: Tensor  # [max_position, number of rotated dimensions] float32: cos, sin; width 0: no rotation
     q_norm: Tensor | None = None  # [head_size]
     k_norm: Tensor | None = None  # [head_size]
     eps: float = 1e-6
@@ -49,6 +49,11 @@ class AttentionHeads:
     @property
     def keys(self) -> KVPlane:
         return self.spec.planes[0]
+
+    @property
+    def value_size(self) -> int:
+        rotated = 0 if len(self.spec.planes) == 2 else self.rotary.shape[1]
+        return self.keys.head_size - rotated
 
 
 class AttentionBackend(Protocol):
@@ -69,9 +74,9 @@ class AttentionBackend(Protocol):
     def attend(
         self, qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size].
+        """[num_tokens, (num_heads + planes * num_kv_heads) * head_size] -> [num_tokens, num_heads * value_size].
 
-        `positions` is [num_tokens] int64, `kv_cache` [num_blocks, 2, num_kv_heads, block_size, head_size]. `qkv` may be
-        overwritten.
+        `positions` is [num_tokens] int64, `kv_cache` [num_blocks, planes, num_kv_heads, block_size, head_size]. `qkv`
+        may be overwritten.
         """
         ...

@@ -24,7 +24,8 @@ class NativeAttention:
         requests = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         if not heads.is_causal:
             return bidirectional_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale)
-        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.spec.sliding_window)
+        options = (heads.scale, heads.spec.sliding_window, heads.value_size)
+        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, *options)
 
 
 def queries_of(qkv: Tensor, heads: AttentionHeads) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.encoder import EncoderConfig, read_encoder
+from penstock.config.latent import LatentConfig, read_latent
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
 
@@ -38,7 +39,8 @@ class ModelConfig:
     """A transformer: a decoder, or with `encoder` an encoder, which has no rotary embedding and no RMS norms.
 
     `max_position_embeddings` is the longest context in tokens; `layer_windows[i]` is layer i's sliding window in
-    tokens, 0 for full attention.
+    tokens, 0 for full attention. With `latent`, the one KV head of size `head_dim` is what the cache stores of a token.
+    The first `rotary_dim` dimensions of a head are rotated.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
@@ -60,6 +63,7 @@ class ModelConfig:
     mlp_bias: bool
     layer_windows: tuple[int, ...]
     encoder: EncoderConfig | None = None
+    latent: LatentConfig | None = None
 
 
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
@@ -109,13 +113,16 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     encoder = read_encoder(raw)
     _refuse_variants(path, raw, encoder)
     num_heads = _positive(raw, "num_attention_heads")
-    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
+    rope = _parse_rope(raw)
+    latent = read_latent(raw, rope.scaling)
+    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads) if latent is None else 1
     hidden_size = _positive(raw, "hidden_size")
     num_layers = _positive(raw, "num_hidden_layers")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{path}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
+    head_dim = _positive(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
     return ModelConfig(
         path=path,
         model_type=raw["model_type"],
@@ -127,9 +134,10 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
+        rotary_dim=head_dim if latent is None else latent.rotary_size,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_parse_rope(raw),
+        rope=rope,
         max_position_embeddings=(
             _positive(raw, "max_position_embeddings", 2048)
             if encoder is None
@@ -140,6 +148,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)),
         layer_windows=_parse_windows(raw, num_layers),
         encoder=encoder,
+        latent=latent,
     )
 
 

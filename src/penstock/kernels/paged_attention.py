@@ -6,7 +6,7 @@ A query row's bits depend only on its own q and on the keys and values at the po
 its chunk, the batch, the ids of the blocks, or the number of threads. On the CPU this holds because every row processes
 tiles of 64 positions in the same order with the same instructions; instruction sets differ in the last bits. A value
 that another row of the call sees and this row does not must be finite; all other memory may hold anything, including
-NaN. The torch reference processes tiles in the same order with elementwise products and sums of one shape, slowly:
+NaN. A cache of latents has one plane: a key ends in its value. The torch reference processes tiles in the same order with elementwise products and sums of one shape, slowly:
 tests compare with it, and a machine without the native library uses it.
 """
 
@@ -25,15 +25,17 @@ Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
-    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]
+    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]; of latents [num_blocks, 1, Hkv, block_size, D]
     block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
     scale: float,
     sliding_window: int = 0,  # a query sees this many positions, including its own; 0 is all of them
+    value_size: int | None = None,  # V: the size of a value, by default D; of latents their last dimensions
 ) -> torch.Tensor:
-    """Causal: [T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
-    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, sliding_window, is_causal=True)
+    """Causal: [T, Hq * V]; rows that belong to no request, after query_start_loc[R], are zeros."""
+    requests = (block_table, query_start_loc, seq_lens)
+    return _attend(q, kv_cache, requests, scale, sliding_window, value_size, is_causal=True)
 
 
 def bidirectional_attention(
@@ -49,21 +51,29 @@ def bidirectional_attention(
 
 
 def _attend(
-    q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, scale: float, sliding_window: int, *, is_causal: bool
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    requests: Requests,
+    scale: float,
+    sliding_window: int,
+    value_size: int | None = None,
+    *,
+    is_causal: bool,
 ) -> torch.Tensor:
-    _check(q, kv_cache, requests)
+    value_size = q.shape[2] if value_size is None else value_size
+    _check(q, kv_cache, requests, value_size)
     block_table, query_start_loc, seq_lens = requests
     assert scale > 0 and sliding_window >= 0, f"scale {scale}, sliding window {sliding_window}"
     native = library() if q.is_cpu else None
     if native is None:
-        return _attend_reference(q, kv_cache, requests, scale, sliding_window, is_causal=is_causal)
+        return _attend_reference(q, kv_cache, requests, scale, sliding_window, value_size, is_causal=is_causal)
     tokens, num_heads, head_dim = q.shape
-    out = q.new_empty((tokens, num_heads * head_dim))
-    native.function("paged_attention", "pnppnpppnnnnnnnnfii")(
+    out = q.new_empty((tokens, num_heads * value_size))
+    native.function("paged_attention", "pnppnpppnnnnnnnnnfiii")(
         q.data_ptr(), q.stride(0), kv_cache.data_ptr(), block_table.data_ptr(), block_table.stride(0),
         query_start_loc.data_ptr(), seq_lens.data_ptr(), out.data_ptr(),
-        tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, kv_cache.shape[3], sliding_window,
-        num_threads(), scale, DTYPE_CODES[q.dtype], is_causal,
+        tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, value_size, kv_cache.shape[3],
+        sliding_window, num_threads(), scale, DTYPE_CODES[q.dtype], is_causal, kv_cache.shape[1] == 1,
     )  # fmt: skip
     return out
 
@@ -76,17 +86,26 @@ def paged_attention_reference(
     seq_lens: torch.Tensor,
     scale: float,
     sliding_window: int = 0,
+    value_size: int | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in float32, or in float64 for float64 tensors."""
     requests = (block_table, query_start_loc, seq_lens)
-    return _attend_reference(q, kv_cache, requests, scale, sliding_window, is_causal=True)
+    value_size = q.shape[2] if value_size is None else value_size
+    return _attend_reference(q, kv_cache, requests, scale, sliding_window, value_size, is_causal=True)
 
 
 def _attend_reference(
-    q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, scale: float, sliding_window: int, *, is_causal: bool
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    requests: Requests,
+    scale: float,
+    sliding_window: int,
+    value_size: int,
+    *,
+    is_causal: bool,
 ) -> torch.Tensor:
     block_table, query_start_loc, seq_lens = requests
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = q.new_zeros((*q.shape[:2], value_size))
     starts = query_start_loc.tolist()
     for request, seq_len in enumerate(seq_lens.tolist()):
         # Some rows at a time: the products before summation take rows x heads x tile x D numbers.
@@ -96,7 +115,8 @@ def _attend_reference(
             queries = torch.arange(position, position + end - start, device=q.device)
             if not is_causal:
                 queries = torch.full_like(queries, seq_len - 1)
-            out[start:end] = _attend_one(q[start:end], kv_cache, block_table[request], queries, scale, sliding_window)
+            rows = (q[start:end], kv_cache, block_table[request], queries, scale, sliding_window, value_size)
+            out[start:end] = _attend_one(*rows)
     return out.flatten(1)
 
 
@@ -107,28 +127,28 @@ def _attend_one(
     queries: torch.Tensor,  # [n] int64: the last position that each row sees, ascending
     scale: float,
     sliding_window: int,
+    value_size: int,
 ) -> torch.Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
     first_query, seq_len, queries = int(queries[0]), int(queries[-1]) + 1, queries[:, None]
-    state = _SoftmaxState(grouped[..., 0, :])
+    state = _SoftmaxState(grouped[..., 0, :value_size])
     first = max(0, first_query - sliding_window + 1) if sliding_window else 0
     for tile in range(first // _TILE * _TILE, seq_len, _TILE):
         # Every tile has the full width, however much of it is present, so that all sums have one shape.
         places = torch.arange(tile, tile + _TILE, device=q.device)
         is_there = (places >= first) & (places < seq_len)
         ids = torch.where(is_there, blocks[(places // block_size).clamp(max=blocks.shape[0] - 1)].long(), 0)
-        k, v = (
-            kv_cache[ids, :, :, places % block_size].to(wide).masked_fill(~is_there[:, None, None, None], 0).unbind(1)
-        )
+        planes = kv_cache[ids, :, :, places % block_size].to(wide).masked_fill(~is_there[:, None, None, None], 0)
+        k, v = planes[:, 0], planes[:, -1, :, -value_size:]
         is_seen = is_there & (places <= queries)
         if sliding_window:
             is_seen &= places > queries - sliding_window
         scores = (grouped * k.transpose(0, 1)[:, None]).sum(-1) * scale  # [n, Hkv, group, tile]
         state.add(scores.masked_fill(~is_seen[:, None, None], -torch.inf), v.transpose(0, 1)[:, None])
-    return state.result().reshape(q.shape).to(q.dtype)
+    return state.result().reshape(count, num_heads, value_size).to(q.dtype)
 
 
 class _SoftmaxState:
@@ -154,13 +174,16 @@ class _SoftmaxState:
         return self._sum / self._mass[..., None]
 
 
-def _check(q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests) -> None:
+def _check(q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, value_size: int) -> None:
     block_table, query_start_loc, seq_lens = requests
     assert q.dtype in DTYPE_CODES and kv_cache.dtype == q.dtype, f"q is {q.dtype}, the cache {kv_cache.dtype}"
-    assert q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.shape[4] == q.shape[2], (
+    assert q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] in (1, 2) and kv_cache.shape[4] == q.shape[2], (
         f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
     )
     num_heads, head_dim = q.shape[1:]
+    assert value_size == head_dim or (kv_cache.shape[1] == 1 and 0 < value_size < head_dim), (
+        f"values of {value_size} in a cache {tuple(kv_cache.shape)}"
+    )
     num_kv_heads, block_size = kv_cache.shape[2:4]
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads share {num_kv_heads} KV heads"
     assert head_dim % 8 == 0 and block_size % 8 == 0, f"head_dim {head_dim}, block_size {block_size}"

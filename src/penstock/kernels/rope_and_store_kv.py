@@ -4,8 +4,8 @@ A head's first `rotary_dim` dimensions are rotated in half-split pairs (x[i], x[
 token's position; the rest pass unchanged. Where norm weights are given, each head is RMS-normalised before (Qwen3). The
 rotation is float32 and rounded to the dtype once.
 
-The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]: one block of one layer is contiguous, as it is
-the unit that transfers move. Slot = block_id * block_size + offset in the block; slot -1 belongs to padding.
+The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
+their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size + offset in the block; slot -1 belongs to padding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_HEAD_DIM = 512
 
 
 def rope_and_store_kv(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]: the q part is rotated in place, the k and v parts are only read
+    qkv: torch.Tensor,  # [T, (Hq + planes * Hkv) * D]: the q part is rotated in place, the k and v parts are only read
     num_heads: int,
     num_kv_heads: int,
     cos_sin: torch.Tensor,  # [max_pos, rotary_dim] float32: rotary_dim / 2 cosines, then as many sines
     positions: torch.Tensor,  # [T] int64
-    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
+    kv_cache: torch.Tensor,  # [num_blocks, planes, Hkv, block_size, D]
     slot_mapping: torch.Tensor,  # [T] int64, -1 stores nothing
     q_norm: torch.Tensor | None = None,  # [D]
     k_norm: torch.Tensor | None = None,  # [D]
@@ -34,13 +34,15 @@ def rope_and_store_kv(
     """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
     tokens, width = qkv.shape
     assert qkv.dtype in DTYPE_CODES and kv_cache.dtype == qkv.dtype, f"qkv {qkv.dtype}, cache {kv_cache.dtype}"
-    assert kv_cache.dim() == 5 and kv_cache.shape[1:3] == (2, num_kv_heads), f"cache is {tuple(kv_cache.shape)}"
-    head_dim = kv_cache.shape[4]
-    assert width == (num_heads + 2 * num_kv_heads) * head_dim, (
-        f"qkv is {width} wide for {num_heads} + 2 * {num_kv_heads} heads of {head_dim}"
+    assert kv_cache.dim() == 5 and kv_cache.shape[1] in (1, 2) and kv_cache.shape[2] == num_kv_heads, (
+        f"cache is {tuple(kv_cache.shape)}"
+    )
+    planes, head_dim = kv_cache.shape[1], kv_cache.shape[4]
+    assert width == (num_heads + planes * num_kv_heads) * head_dim, (
+        f"qkv is {width} wide for {num_heads} + {planes} * {num_kv_heads} heads of {head_dim}"
     )
     assert cos_sin.dtype == torch.float32 and cos_sin.dim() == 2, f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
-    assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim <= MAX_HEAD_DIM, (
+    assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim, (
         f"{cos_sin.shape[1]} rotated of {head_dim} dimensions"
     )
     assert positions.shape == slot_mapping.shape == (tokens,), (
@@ -50,7 +52,8 @@ def rope_and_store_kv(
     for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
     for norm in (q_norm, k_norm):
-        assert norm is None or (norm.shape == (head_dim,) and norm.dtype == qkv.dtype and norm.is_contiguous()), (
+        fits = head_dim <= MAX_HEAD_DIM
+        assert norm is None or (fits and norm.shape == (head_dim,) and norm.dtype == qkv.dtype), (
             f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"
         )
     arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)
@@ -61,11 +64,11 @@ def rope_and_store_kv(
     if native is None:
         rope_and_store_kv_reference(*arguments)
         return
-    native.function("rope_and_store_kv", "pppppppnnnnnnnfi")(
+    native.function("rope_and_store_kv", "pppppppnnnnnnnfii")(
         qkv.data_ptr(), kv_cache.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
         qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[1], kv_cache.shape[3],
-        num_threads(), eps, DTYPE_CODES[qkv.dtype],
+        num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1,
     )  # fmt: skip
 
 
@@ -82,13 +85,13 @@ def rope_and_store_kv_reference(
     eps: float = 1e-6,
 ) -> None:
     block_size, head_dim = kv_cache.shape[3:]
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, *v = qkv.unflatten(1, (-1, head_dim)).split([num_heads] + [num_kv_heads] * kv_cache.shape[1], dim=1)
     cos_sin = cos_sin[positions]
     stored = slot_mapping >= 0
     blocks, offsets = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
     kv_cache[blocks, 0, :, offsets] = _rotated(k, cos_sin, k_norm, eps)[stored]
-    kv_cache[blocks, 1, :, offsets] = v[stored]
+    for values in v:
+        kv_cache[blocks, 1, :, offsets] = values[stored]
     q.copy_(_rotated(q, cos_sin, q_norm, eps))
 
 

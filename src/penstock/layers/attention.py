@@ -17,7 +17,10 @@ WORKSPACE = "workspace"
 
 
 class PagedAttention:
-    """A rank's `own` heads. Its only weights are the optional per-head norms of queries and keys (Qwen3)."""
+    """A rank's `own` heads. Its only weights are the optional per-head norms of queries and keys (Qwen3).
+
+    Latent attention stores one vector for each token, which is key and, after its rotated dimensions, value.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,8 @@ class PagedAttention:
         self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size].
+        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size], or of latents
+        [num_tokens, (num_heads + 1) * head_size] -> [num_tokens, num_heads * value_size].
 
         The keys and values of these tokens are in the cache afterwards; `qkv` may be overwritten.
         """
@@ -66,6 +70,9 @@ class EncoderAttention:
 def _heads(
     config: ModelConfig, own: HeadShare, rotary: torch.Tensor, window: int = 0, **options: Any
 ) -> AttentionHeads:
+    if config.latent is not None:
+        spec = KVCacheSpec.latents(config.head_dim, config.dtype)
+        return AttentionHeads(spec, len(own.queries), config.latent.scale, rotary, **options)
     first, total = own.kv.start, config.num_key_value_heads
     spec = KVCacheSpec.keys_and_values(
         len(own.kv), config.head_dim, config.dtype, window, first_head=first, total_heads=total

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock.config.latent import yarn_amplitude
 from penstock.config.model import RopeConfig
 from penstock.layers.rotary_check import check_frequencies, check_table
 from penstock.utils.errors import ConfigError
@@ -91,8 +92,10 @@ def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torc
     high = min(math.ceil(dimension(p.get("beta_slow") or 1)), head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     amplitude = p.get("attention_factor")
-    if amplitude is None:
-        amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if amplitude is None and p.get("mscale") and p.get("mscale_all_dim"):
+        amplitude = yarn_amplitude(factor, p["mscale"]) / yarn_amplitude(factor, p["mscale_all_dim"])
+    elif amplitude is None:
+        amplitude = yarn_amplitude(factor)
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(amplitude)
 
 

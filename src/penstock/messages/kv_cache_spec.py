@@ -53,6 +53,11 @@ class KVCacheSpec:
         assert first_head >= 0 and behind >= 0, f"heads {first_head} + {num_heads} of {total_heads}"
         return cls(planes, dtype, sliding_window, first_head, behind)
 
+    @classmethod
+    def latents(cls, size: int, dtype: str) -> KVCacheSpec:
+        """The cache of latent attention: one vector per token, which all heads and all ranks read."""
+        return cls((KVPlane("latents", 1, size),), dtype)
+
     @property
     def heads(self) -> tuple[int, int]:
         """The interval [first, end) of the model's KV heads that are stored. All planes have the same."""

@@ -89,7 +89,7 @@ class Decoder:
         inner = weights / "model"
         if not has_logits and not inner.has("norm.weight"):
             inner = weights
-        rotary = rotary_table(config.rope, config.head_dim, config.max_position_embeddings)
+        rotary = rotary_table(config.rope, config.rotary_dim, config.max_position_embeddings)
         self.rotary = rotary.to(weights.device)
         self.layers = [
             DecoderLayer(architecture, config, inner / "layers" / layer, layer, self.rotary)

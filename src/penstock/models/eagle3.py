@@ -37,7 +37,7 @@ class Eagle3Head:
         layer = weights / "midlayer" if weights.has("midlayer.hidden_norm.weight") else weights / "layers" / 0
         self.input_norm = RMSNorm(layer.tensor("input_layernorm.weight", hidden), eps)
         self.hidden_norm = RMSNorm(layer.tensor("hidden_norm.weight", hidden), eps)
-        rotary = rotary_table(shape.rope, shape.head_dim, shape.max_position_embeddings)
+        rotary = rotary_table(shape.rope, shape.rotary_dim, shape.max_position_embeddings)
         rotary = rotary.to(weights.device)
         # Its rows are the embedding and the hidden state.
         self.attention = GroupedQueryAttention(shape, layer / "self_attn", 0, rotary, num_inputs=2)

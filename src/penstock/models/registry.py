@@ -10,6 +10,7 @@ from functools import partial
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Architecture, Decoder
 from penstock.models.encoder import Encoder, EncoderArchitecture
+from penstock.models.latent_attention import LatentAttention
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
@@ -24,6 +25,8 @@ MODELS = {
     "qwen2": Architecture(partial(GroupedQueryAttention, qkv_bias=True), GatedMLP),
     # Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): with a norm on every query and key head.
     "qwen3": Architecture(partial(GroupedQueryAttention, head_norms=True), GatedMLP),
+    # Youtu-LLM, dense with latent attention (Tencent 2025, arXiv:2512.24618).
+    "youtu": Architecture(LatentAttention, GatedMLP),
 }
 ENCODERS = {
     # Devlin et al. 2018, arXiv:1810.04805. A classifier reads the result of BERT's pooler.

@@ -21,7 +21,15 @@ from tqdm import tqdm
 from penstock.config.model import read_json
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import Gather, GatheredLinear, GatheringLinear, JoiningLinear, Linear, SummingLinear
+from penstock.layers.linear import (
+    Gather,
+    GatheredLinear,
+    GatheringLinear,
+    HeadsLinear,
+    JoiningLinear,
+    Linear,
+    SummingLinear,
+)
 from penstock.messages.tensor_rows import TensorRows
 from penstock.parallel.groups import ALONE, TensorGroup
 from penstock.parallel.topology import Share
@@ -84,15 +92,15 @@ def staged(
     return out
 
 
-Check = Callable[[str, Linear, torch.Tensor], None]
+Check = Callable[[str, Linear | HeadsLinear, torch.Tensor], None]
 """Checks a layer, by name, against the weight that it was made of. Raises ConfigError if they differ."""
 
 
-def trust(name: str, linear: Linear, weight: torch.Tensor) -> None:
+def trust(name: str, linear: Linear | HeadsLinear, weight: torch.Tensor) -> None:
     """Accepts a layer without a check (`Check`)."""
 
 
-def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
+def compare(name: str, linear: Linear | HeadsLinear, weight: torch.Tensor) -> None:
     """Compares every element of a layer's weight with the tensor that it was made of (`Check`).
 
     Denormal numbers may have become zero. The copy for the comparison takes up to four times the layer's memory.
@@ -194,9 +202,15 @@ class Weights:
         It has this rank's features, which `own` names, by default its share of each projection.
         """
         own = {name: self.share.part(count) for name, count in outputs.items()} if own is None else own
-        weight = self._read_projections("weight", outputs, own, width)
-        biases = self._read_projections("bias", outputs, own) if bias else None
+        weight, biases = self.projections(outputs, width, bias, own)
         return self.linear_of(", ".join(outputs), weight, biases, is_wide)
+
+    def projections(
+        self, outputs: Mapping[str, int], width: int, bias: bool, own: Mapping[str, range]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns weight and bias of the rows `own` of the projections `outputs`, which follow one another."""
+        weight = self._read_projections("weight", outputs, own, width)
+        return weight, self._read_projections("bias", outputs, own) if bias else None
 
     def whole_linear(
         self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
@@ -236,6 +250,12 @@ class Weights:
     ) -> Linear:
         """Returns a layer of an existing weight, [out_features, in_features]; errors call it `prefix + name`."""
         linear = Linear(weight, bias, self.deterministic, is_wide)
+        self.check(self.prefix + name, linear, weight)
+        return linear
+
+    def heads_linear_of(self, name: str, weight: torch.Tensor) -> HeadsLinear:
+        """Returns a layer per head of an existing weight, [heads, out_features, in_features]."""
+        linear = HeadsLinear(weight)
         self.check(self.prefix + name, linear, weight)
         return linear
 

@@ -13,17 +13,20 @@ namespace {
 
 struct Attention {
     const void* q;                   // [T, num_heads, head_dim], rows q_stride elements apart
-    const void* kv_cache;            // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    const void* kv_cache;            // [num_blocks, planes, num_kv_heads, block_size, head_dim]
     const int32_t* block_table;      // [R, table_stride]
     const int32_t* query_start_loc;  // [R + 1]
     const int32_t* seq_lens;         // [R]
-    void* out;                       // [T, num_heads * head_dim]
-    int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, block_size, window, threads;
+    void* out;                       // [T, num_heads * value_dim]
+    int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, value_dim, block_size, window,
+        threads;
     float scale;
     bool causal;  // else every row sees all keys of its request, and there is no window
+    bool latent;  // one plane, whose keys end in their values; else keys and values are two planes
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t query_len(int64_t request) const { return query_start_loc[request + 1] - query_start_loc[request]; }
+    Shape shape() const { return {head_dim, value_dim, block_size}; }
 };
 
 // Part of one request: consecutive query rows of one KV head, or a few rows of each of several KV heads. The query
@@ -134,15 +137,14 @@ public:
     using T = typename Engine::Storage;
 
     static size_t bytes(const Attention& a) {
-        const Shape shape{a.head_dim, a.block_size};
-        return Engine::bytes(shape) + sizeof(float) * kGroup * (kGroups * shape.padded_dim() + kTile) + 2 * 64;
+        return Engine::bytes(a.shape()) + sizeof(float) * kGroup * (kGroups * a.shape().padded_dim() + kTile) + 2 * 64;
     }
 
     explicit Worker(const Attention& attention)
         : a_(attention),
           arena_(bytes(attention)),
-          engine_(arena_, Shape{a_.head_dim, a_.block_size}),
-          padded_dim_(Shape{a_.head_dim, a_.block_size}.padded_dim()),
+          engine_(arena_, a_.shape()),
+          padded_dim_(a_.shape().padded_dim()),
           acc_(arena_.zeros<float>(kGroups * kGroup * padded_dim_)),
           scores_(arena_.zeros<float>(kGroup * kTile)) {}
 
@@ -223,14 +225,15 @@ private:
         tile.begin = static_cast<int>(keys.first > start ? keys.first - start : 0);
         tile.end = static_cast<int>(keys.last - start < kTile ? keys.last - start : kTile);
         const int32_t* blocks = a_.block_table + keys.request * a_.table_stride;
-        const int64_t head_size = a_.block_size * a_.head_dim, values = a_.num_kv_heads * head_size;
+        const int64_t head_size = a_.block_size * a_.head_dim, plane = a_.num_kv_heads * head_size;
+        const int64_t values = a_.latent ? a_.head_dim - a_.value_dim : plane;
         const T* cache = static_cast<const T*>(a_.kv_cache) + kv_head * head_size;
         const int width = a_.block_size % (2 * kSpan) == 0 ? 2 * kSpan : kSpan;
         for (int key = 0; key < kTile; key += width) {
             const bool seen = key < tile.end && key + width > tile.begin;
             const int64_t block = seen ? (start + key) / a_.block_size : 0;
             const int64_t offset = start + key - block * a_.block_size;
-            const T* at = seen ? cache + blocks[block] * 2 * values + offset * a_.head_dim : nullptr;
+            const T* at = seen ? cache + blocks[block] * (a_.latent ? 1 : 2) * plane + offset * a_.head_dim : nullptr;
             for (int i = key / kSpan; i < (key + width) / kSpan; ++i, at += seen ? kSpan * a_.head_dim : 0) {
                 tile.keys[i] = at;
                 tile.values[i] = seen ? at + values : nullptr;
@@ -262,12 +265,12 @@ private:
             for (int i = 0; i < groups_[index].rows; ++i) {
                 const Group& group = groups_[index];
                 const int64_t token = a_.query_start_loc[item.request] + (group.first_row + i) / a_.group();
-                T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + query_head(group, i)) * a_.head_dim;
+                T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + query_head(group, i)) * a_.value_dim;
                 const float* acc = acc_ + (index * kGroup + i) * padded_dim_;
                 const Vec inverse = splat(1.0f / sum(group.softmax.denominator[i]));
                 // Weights of zero may have turned -0 into +0: adding +0 makes them one.
-                for (int64_t d = 0; d < a_.head_dim; d += kLanes)
-                    store_first(out + d, load(acc + d) * inverse + splat(0), a_.head_dim - d);
+                for (int64_t d = 0; d < a_.value_dim; d += kLanes)
+                    store_first(out + d, load(acc + d) * inverse + splat(0), a_.value_dim - d);
             }
     }
 
@@ -299,7 +302,7 @@ void attend(const Attention& attention) {
     const Items work(attention, threads);
     int64_t items = 0;
     for (int64_t request = 0; request < attention.requests; ++request) items += work.count(request);
-    const int64_t row_bytes = attention.num_heads * attention.head_dim * sizeof(typename Engine::Storage);
+    const int64_t row_bytes = attention.num_heads * attention.value_dim * sizeof(typename Engine::Storage);
     const int64_t used = attention.query_start_loc[attention.requests];
     std::memset(static_cast<char*>(attention.out) + used * row_bytes, 0, (attention.tokens - used) * row_bytes);
     int64_t next = 0;
@@ -319,11 +322,12 @@ using namespace penstock::ISA;
 PENSTOCK_EXPORT(void, paged_attention)
 (const void* q, int64_t q_stride, const void* kv_cache, const int32_t* block_table, int64_t table_stride,
  const int32_t* query_start_loc, const int32_t* seq_lens, void* out, int64_t tokens, int64_t requests,
- int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t threads,
- float scale, int32_t dtype, int32_t causal) {
-    const Attention attention{q,        kv_cache,     block_table, query_start_loc, seq_lens,  out,
-                              q_stride, table_stride, tokens,      requests,        num_heads, num_kv_heads,
-                              head_dim, block_size,   window,      threads,         scale,     causal != 0};
+ int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size, int64_t window,
+ int64_t threads, float scale, int32_t dtype, int32_t causal, int32_t latent) {
+    const Attention attention{q,         kv_cache,     block_table, query_start_loc, seq_lens,  out,
+                              q_stride,  table_stride, tokens,      requests,        num_heads, num_kv_heads,
+                              head_dim,  value_dim,    block_size,  window,          threads,   scale,
+                              causal != 0, latent != 0};
     switch (dtype) {
         case kFloat32: return attend<FloatEngine<float>>(attention);
         case kFloat16: return attend<FloatEngine<f16>>(attention);

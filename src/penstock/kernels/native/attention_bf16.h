@@ -53,7 +53,8 @@ public:
     static size_t bytes(Shape shape) { return padded(shape) * (kTile / 2 * sizeof(Pair) + sizeof(bf16)) + 2 * 64; }
 
     ValuePairs(Arena& arena, Shape shape)
-        : dim_(shape.head_dim),
+        : row_(shape.head_dim),
+          dim_(shape.value_dim),
           stride_(padded(shape)),
           pairs_(arena.zeros<Pair>(kTile / 2 * stride_)),
           zeros_(arena.zeros<bf16>(stride_)) {}
@@ -72,10 +73,10 @@ public:
     const Pair* pairs() const { return pairs_; }
 
 private:
-    static int64_t padded(Shape shape) { return (shape.head_dim + 31) / 32 * 32; }
+    static int64_t padded(Shape shape) { return (shape.value_dim + 31) / 32 * 32; }
 
     const bf16* row(const KVTile<bf16>& tile, int key) const {
-        return key >= tile.begin && key < tile.end ? tile.values[key / kSpan] + key % kSpan * dim_ : zeros_;
+        return key >= tile.begin && key < tile.end ? tile.values[key / kSpan] + key % kSpan * row_ : zeros_;
     }
 
     // 32 dimensions of two keys, `count` of which exist.
@@ -89,7 +90,7 @@ private:
         _mm512_store_si512(to + 16, _mm512_unpackhi_epi16(a, b));
     }
 
-    const int64_t dim_, stride_;
+    const int64_t row_, dim_, stride_;
     Pair* const pairs_;   // [kTile / 2, stride]
     bf16* const zeros_;   // [stride]
 };

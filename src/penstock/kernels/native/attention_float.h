@@ -18,15 +18,16 @@ public:
     using Weight = float;
 
     static size_t bytes(Shape shape) {
-        const int64_t rows = kGroups * kGroup * shape.head_dim, tile = kTile * shape.padded_dim();
-        return sizeof(float) * (rows + 2 * tile + kGroup * kTile) + 4 * 64;
+        const int64_t rows = kGroups * kGroup * shape.head_dim, tile = kTile * (shape.head_dim + shape.padded_dim());
+        return sizeof(float) * (rows + tile + kGroup * kTile) + 4 * 64;
     }
 
     FloatEngine(Arena& arena, Shape shape)
         : dim_(shape.head_dim),
+          value_dim_(shape.value_dim),
           padded_(shape.padded_dim()),
           queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
-          keys_(arena.zeros<float>(padded_ * kTile)),
+          keys_(arena.zeros<float>(dim_ * kTile)),
           values_(arena.zeros<float>(kTile * padded_)),
           weights_(arena.zeros<float>(kGroup * kTile)) {}
 
@@ -50,7 +51,10 @@ public:
                 store(column, seen ? load_first(k + d, dim_ - d) : splat(0));
                 const int64_t lanes = dim_ - d < kLanes ? dim_ - d : kLanes;
                 for (int64_t lane = 0; lane < lanes; ++lane) keys_[(d + lane) * kTile + key] = column[lane];
-                store_first(values_ + key * padded_ + d, seen ? load_first(v + d, dim_ - d) : splat(0), dim_ - d);
+            }
+            for (int64_t d = 0; d < value_dim_; d += kLanes) {
+                const int64_t left = value_dim_ - d;
+                store_first(values_ + key * padded_ + d, seen ? load_first(v + d, left) : splat(0), left);
             }
         }
     }
@@ -66,9 +70,9 @@ public:
     }
 
 private:
-    const int64_t dim_, padded_;
+    const int64_t dim_, value_dim_, padded_;
     float* const queries_;  // [kGroups, kGroup, head_dim]
-    float* const keys_;     // [padded_dim, kTile]: transposed
+    float* const keys_;     // [head_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
     float* const weights_;  // [kGroup, kTile]
 };

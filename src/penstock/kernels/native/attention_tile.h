@@ -9,7 +9,7 @@
 //                                   both arguments live until the next tile
 //   scores(group, count, s)         s [kGroup, kTile] = q k^T of the rows of one group, any number at masked keys
 //   weights()                       [kGroup, kTile], where softmax leaves one group's weights, zero at masked keys
-//   accumulate(count, acc)          acc [kGroup, padded_dim] += weights v
+//   accumulate(count, acc)          acc [kGroup, padded_dim] += weights v, where padded_dim is that of a value
 //
 // A row of s or acc must come from the same sequence of operations whichever rows are beside it.
 #pragma once
@@ -25,16 +25,17 @@ constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys a
 constexpr int kGroup = 16;  // query rows that process a tile together
 constexpr int kGroups = 4;  // groups of one work item
 
+// A cached row has head_dim numbers; a value is value_dim adjacent ones of such a row.
 struct Shape {
-    int64_t head_dim, block_size;
-    int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
+    int64_t head_dim, value_dim, block_size;
+    int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }  // of a value
 };
 
 // Up to kTile keys and values of one request and one KV head.
 template <class T>
 struct KVTile {
     const T* keys[kTile / kSpan];    // each [kSpan, head_dim]; null where no query row of the work item may read
-    const T* values[kTile / kSpan];  // likewise
+    const T* values[kTile / kSpan];  // likewise: the first value, and the others head_dim apart
     int begin, end;                  // the keys in [begin, end) are seen by some row and contain data
 };
 

@@ -157,6 +157,7 @@ struct Rope {
     const void* k_norm;        // [D] or null
     int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads;
     float eps;
+    bool latent;  // no values, which are part of the keys; else the cache has a second plane of them
 };
 
 // Rotates the half-split pairs (x[i], x[i + rotary_dim / 2]) of one head and copies the dimensions beyond rotary_dim.
@@ -191,7 +192,8 @@ void rope_head(const Rope& rope, const T* x, T* out, const T* norm, int64_t toke
 
 template <class T>
 void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
-    const int64_t heads = rope.num_heads + 2 * rope.num_kv_heads, dim = rope.head_dim;
+    const int64_t planes = rope.latent ? 1 : 2, dim = rope.head_dim;
+    const int64_t heads = rope.num_heads + planes * rope.num_kv_heads;
     run_each(rope.tokens, heads * dim, rope.threads, [&](int64_t token) {
         T* q = static_cast<T*>(qkv) + token * heads * dim;
         for (int64_t head = 0; head < rope.num_heads; ++head)
@@ -201,10 +203,10 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
         const T* k = q + rope.num_heads * dim;
         const T* v = k + rope.num_kv_heads * dim;
         const int64_t head_stride = rope.block_size * dim, value_offset = rope.num_kv_heads * head_stride;
-        T* to = static_cast<T*>(kv_cache) + slot / rope.block_size * 2 * value_offset + slot % rope.block_size * dim;
+        T* to = static_cast<T*>(kv_cache) + slot / rope.block_size * planes * value_offset + slot % rope.block_size * dim;
         for (int64_t head = 0; head < rope.num_kv_heads; ++head, to += head_stride) {
             rope_head(rope, k + head * dim, to, static_cast<const T*>(rope.k_norm), token);
-            std::memcpy(to + value_offset, v + head * dim, dim * sizeof(T));
+            if (!rope.latent) std::memcpy(to + value_offset, v + head * dim, dim * sizeof(T));
         }
     });
 }
@@ -254,9 +256,9 @@ PENSTOCK_EXPORT(void, gelu)
 PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
  const void* k_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
- int64_t block_size, int64_t threads, float eps, int32_t dtype) {
+ int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent) {
     const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  tokens, num_heads,
-                    num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps};
+                    num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps,    latent != 0};
 #define CALL(T) rope_and_store_kv<T>(rope, qkv, kv_cache)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
