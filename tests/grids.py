@@ -14,10 +14,12 @@ def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-def grid(*parameters: Sequence[Any], strength: int = 2) -> list[Any]:
+def grid(
+    *parameters: Sequence[Any], strength: int = 2, others: pytest.MarkDecorator = pytest.mark.exhaustive
+) -> list[Any]:
     """Returns every combination of the parameters' values, for `pytest.mark.parametrize` with all their names.
 
-    Combinations outside a covering set are marked exhaustive. That set contains every combination of the values of any
+    Combinations outside a covering set are marked `others`. That set contains every combination of the values of any
     `strength` parameters: every pair of values with 2, and every value with 1.
     """
     cells = list(itertools.product(*(range(len(values)) for values in parameters)))
@@ -28,7 +30,10 @@ def grid(*parameters: Sequence[Any], strength: int = 2) -> list[Any]:
         best = max(cells, key=lambda cell: len(tuples[cell] & missing))
         kept.add(best)
         missing -= tuples[best]
-    make = {True: pytest.param, False: exhaustive}
+    marks = {True: (), False: others}
     return [
-        make[cell in kept](*(values[index] for values, index in zip(parameters, cell, strict=True))) for cell in cells
+        pytest.param(
+            *(values[index] for values, index in zip(parameters, cell, strict=True)), marks=marks[cell in kept]
+        )
+        for cell in cells
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.linear import PackedHeads, PackedLinear
 from tests.grids import grid
 
 ISAS = (*native.instruction_sets(), "torch")
@@ -200,3 +200,23 @@ def test_dense_weight_returns_the_packed_weight(isa: str, dtype: torch.dtype, sh
     # The bias, which `dense_weight` leaves out, is still applied.
     x = values(3, k, dtype=dtype, seed=1)
     assert torch.equal(layer(x), make(isa, weight, bias)(x))
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "shape", "heads"), grid(ISAS, DTYPES, ((320, 1000), (37, 5), (48, 512)), (1, 3, 16))
+)
+def test_every_head_has_the_bits_of_its_own_layer(
+    isa: str, dtype: torch.dtype, shape: tuple[int, int], heads: int
+) -> None:
+    k, n = shape
+    library = None if isa == "torch" else native.library_for(isa)
+    weight = values(heads, n, k, dtype=dtype, seed=0)
+    layer = PackedHeads(weight, lambda: library)
+    for rows in (0, 1, 70):
+        x = values(heads, rows, k, dtype=dtype, seed=1)
+        for threads in (1, 2):
+            native.set_num_threads(threads)
+            found = layer(x)
+            for head in range(heads):
+                assert torch.equal(found[head], make(isa, weight[head])(x[head]))
+    assert torch.equal(layer.dense_weight(), weight)

@@ -43,15 +43,22 @@ class Sequence:
 
     q: torch.Tensor  # [n, Hq, D]
     k: torch.Tensor  # [n, Hkv, D]
-    v: torch.Tensor  # [n, Hkv, D]
+    v: torch.Tensor  # [n, Hkv, D], or of latents the last V dimensions of k
 
     @classmethod
-    def random(cls, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Sequence:
-        sizes = (heads[0], heads[1], heads[1])
-        return cls(*(torch.randn(length, size, head_dim).to(dtype) for size in sizes))
+    def random(
+        cls, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, value_dim: int = 0
+    ) -> Sequence:
+        q, k, v = (torch.randn(length, size, head_dim).to(dtype) for size in (*heads, heads[1]))
+        return cls(q, k, k[..., -value_dim:] if value_dim else v)
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """What the cache stores."""
+        return (self.k, self.v) if self.k.shape == self.v.shape else (self.k,)
 
     def exact(self, window: int) -> torch.Tensor:
-        """Returns [n, Hq * D], computed densely in float64."""
+        """Returns [n, Hq * V], computed densely in float64."""
         length, num_heads, head_dim = self.q.shape
         groups = num_heads // self.k.shape[1]
         k, v = (x.double().repeat_interleave(groups, dim=1) for x in (self.k, self.v))
@@ -80,13 +87,13 @@ def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0,
     like = parts[0].sequence
     needed = [-(-part.last // block_size) for part in parts]
     blocks = (torch.randperm(sum(needed) + 3, generator=shuffle) + 1)[: sum(needed)].split(needed)
-    shape = (sum(needed) + 4, 2, like.k.shape[1], block_size, like.k.shape[2])
+    shape = (sum(needed) + 4, len(like.planes), like.k.shape[1], block_size, like.k.shape[2])
     cache = torch.full(shape, float("nan"), dtype=like.q.dtype)
     table = torch.zeros(len(parts), max(needed) + 2, dtype=torch.int32)
     for row, part, own in zip(table, parts, blocks, strict=True):
         oldest = max(0, part.first - window + 1) if window else 0
         seen = torch.arange(oldest, part.last)
-        for index, values in enumerate((part.sequence.k, part.sequence.v)):
+        for index, values in enumerate(part.sequence.planes):
             cache[own[seen // block_size], index, :, seen % block_size] = values[seen]
         row[oldest // block_size : len(own)] = own[oldest // block_size :].int()
     q = torch.cat([part.sequence.q[part.first : part.last] for part in parts])
@@ -94,17 +101,19 @@ def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0,
     wide[: q.shape[0], : q.shape[1]] = q
     lengths = torch.tensor([0] + [part.last - part.first for part in parts])
     starts, seq_lens = lengths.cumsum(0).int(), torch.tensor([part.last for part in parts], dtype=torch.int32)
-    return paged_attention(
-        wide[:, : q.shape[1]], cache, table, starts, seq_lens, q.shape[2] ** -0.5, sliding_window=window
-    )
+    scale, value_size = q.shape[2] ** -0.5, like.v.shape[2]
+    return paged_attention(wide[:, : q.shape[1]], cache, table, starts, seq_lens, scale, window, value_size)
 
 
 @functools.cache
-def mixed(dtype: torch.dtype, head_dim: int, heads: tuple[int, int], window: int) -> tuple[list[Part], torch.Tensor]:
+def mixed(
+    dtype: torch.dtype, head_dim: int, heads: tuple[int, int], window: int, value_dim: int
+) -> tuple[list[Part], torch.Tensor]:
     """Returns the parts of a mixed batch and the expected result in float64."""
     torch.manual_seed(0)
     parts = [
-        Part(Sequence.random(before + count, heads, head_dim, dtype), before, before + count) for count, before in MIXED
+        Part(Sequence.random(before + count, heads, head_dim, dtype, value_dim), before, before + count)
+        for count, before in MIXED
     ]
     return parts, torch.cat([part.sequence.exact(window)[part.first : part.last] for part in parts])
 
@@ -115,8 +124,9 @@ def check(
     heads: tuple[int, int] = (4, 2),
     block_size: int = 16,
     window: int = 0,
+    value_dim: int = 0,
 ) -> None:
-    parts, expected = mixed(dtype, head_dim, heads, window)
+    parts, expected = mixed(dtype, head_dim, heads, window, value_dim)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(run(parts, block_size, window).double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -141,6 +151,13 @@ def test_grouped_heads(isa: str, dtype: torch.dtype, heads: tuple[int, int]) -> 
     check(dtype, heads=heads, window=50)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(56, 40), (96, 64), (576, 512)])
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_latents(isa: str, dtype: torch.dtype, head_dim: int, value_dim: int, block_size: int) -> None:
+    check(dtype, head_dim, (5, 1), block_size, value_dim=value_dim)
+
+
 def test_padding_rows_are_zero(isa: str) -> None:
     torch.manual_seed(0)
     out = run([Part(Sequence.random(20, (4, 2), 64, torch.float32), 3, 20)], spare_rows=5)
@@ -158,12 +175,13 @@ def test_large_scores_do_not_overflow(isa: str) -> None:
 class TestSameBits:
     """Results are bit-identical, for every dtype, with and without a window."""
 
-    @pytest.fixture(params=[(torch.bfloat16, 128, (4, 2)), (torch.bfloat16, 80, (3, 1)), (torch.float16, 72, (4, 2)),
-                            (torch.float32, 64, (2, 2))])  # fmt: skip
+    @pytest.fixture(params=[(torch.bfloat16, 128, (4, 2), 0), (torch.bfloat16, 80, (3, 1), 0),
+                            (torch.float16, 72, (4, 2), 0), (torch.float32, 64, (2, 2), 0),
+                            (torch.bfloat16, 144, (5, 1), 128)])  # fmt: skip
     def sequence(self, request: pytest.FixtureRequest) -> Sequence:
         torch.manual_seed(1)
-        dtype, head_dim, heads = request.param
-        return Sequence.random(211, heads, head_dim, dtype)
+        dtype, head_dim, heads, value_dim = request.param
+        return Sequence.random(211, heads, head_dim, dtype, value_dim)
 
     @pytest.fixture(params=[0, 50])
     def window(self, request: pytest.FixtureRequest) -> int:
@@ -179,7 +197,11 @@ class TestSameBits:
     def test_alone_or_in_a_batch(self, isa: str, sequence: Sequence, window: int) -> None:
         dtype, head_dim = sequence.q.dtype, sequence.q.shape[2]
         heads = (sequence.q.shape[1], sequence.k.shape[1])
-        others = [Part(Sequence.random(n, heads, head_dim, dtype), before, n) for before, n in ((0, 100), (299, 300))]
+        value_dim = 0 if len(sequence.planes) == 2 else sequence.v.shape[2]
+        others = [
+            Part(Sequence.random(n, heads, head_dim, dtype, value_dim), before, n)
+            for before, n in ((0, 100), (299, 300))
+        ]
         alone = run([Part(sequence, 130, 211)], window=window)
         batch = run([others[0], Part(sequence, 130, 211), others[1]], window=window)
         assert torch.equal(batch[100:-1], alone)

@@ -24,7 +24,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @dataclass
 class Case:
-    qkv: torch.Tensor  # [T, (Hq + 2 Hkv) * D]
+    qkv: torch.Tensor  # [T, (Hq + planes * Hkv) * D]
     cos_sin: torch.Tensor  # [max_pos, rotary_dim]
     positions: torch.Tensor  # [T]
     slots: torch.Tensor  # [T]
@@ -33,11 +33,12 @@ class Case:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    planes: int
 
     def run(self, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the kernel on some of the tokens; returns qkv and the cache, which is NaN where nothing was stored."""
         qkv = self.qkv[rows].clone()
-        shape = (9, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (9, self.planes, self.num_kv_heads, self.block_size, self.head_dim)
         cache = torch.full(shape, float("nan"), dtype=qkv.dtype)
         heads = (self.num_heads, self.num_kv_heads)
         tokens = (self.positions[rows].clone(), cache, self.slots[rows].clone())
@@ -53,14 +54,15 @@ def make(
     rotary_dim: int | None = None,
     block_size: int = 16,
     norm: bool = True,
+    planes: int = 2,
 ) -> Case:
     rotary_dim = rotary_dim or head_dim
-    qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * head_dim).to(dtype)
+    qkv = torch.randn(tokens, (heads[0] + planes * heads[1]) * head_dim).to(dtype)
     angles = torch.arange(500)[:, None] / 10000 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     slots = torch.randperm(9 * block_size)[:tokens]
     norms = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)) if norm else (None, None)
-    return Case(qkv, cos_sin, torch.randint(0, 500, (tokens,)), slots, norms, *heads, head_dim, block_size)
+    return Case(qkv, cos_sin, torch.randint(0, 500, (tokens,)), slots, norms, *heads, head_dim, block_size, planes)
 
 
 def exact(x: torch.Tensor, cos_sin: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -115,6 +117,19 @@ def test_a_token_does_not_depend_on_the_other_tokens(dtype: torch.dtype) -> None
         assert torch.equal(part, whole[rows])
         blocks, offsets = case.slots[rows] // 16, case.slots[rows] % 16
         assert torch.equal(part_cache[blocks, :, :, offsets], whole_cache[blocks, :, :, offsets])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_latent_is_stored_once_and_its_first_dimensions_are_rotated(dtype: torch.dtype) -> None:
+    case = make(dtype, heads=(5, 1), head_dim=576, rotary_dim=64, norm=False, planes=1)
+    qkv, cache = case.run()
+    given, found, cos_sin = case.qkv.view(11, 6, 576), qkv.view(11, 6, 576), case.cos_sin[case.positions]
+    tolerance = 6 * torch.finfo(dtype).eps
+    stored = cache[case.slots // 16, 0, :, case.slots % 16]
+    for rotated, before in ((found[:, :5], given[:, :5]), (stored, given[:, 5:])):
+        torch.testing.assert_close(rotated.double(), exact(before, cos_sin, None), rtol=tolerance, atol=3 * tolerance)
+        assert torch.equal(rotated[..., 64:], before[..., 64:])
+    assert torch.equal(found[:, 5:], given[:, 5:])
 
 
 def test_wrong_shapes_raise_assertion_errors() -> None:

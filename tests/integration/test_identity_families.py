@@ -1,0 +1,149 @@
+"""Promise P4 for the families that the built-in model does not represent, on small random checkpoints in bfloat16.
+
+Every cell compares tokens and log probabilities, bit for bit, with a plain run: one request at a time, whole prompts,
+no cache, no overlap, one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from tests.grids import grid
+from tests.integration.checkpoints import COMMON, make_checkpoint
+from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
+
+FAMILIES = ("youtu-latent",)
+MAX_TOKENS = 12
+PLAIN: dict[str, Any] = {
+    "max_model_len": 224,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    "num_gpu_blocks_override": 100,
+    "skip_tokenizer_init": True,
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+TIER = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"load_policy": "always", "cpu_bytes_to_use": 1 << 24},
+}
+CELLS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 16},
+    "overlap": {"async_scheduling": True, "max_num_batched_tokens": 48},
+    "preemption": {"num_gpu_blocks_override": 17, "max_num_batched_tokens": 48, "async_scheduling": True},
+    "hits": {"enable_prefix_caching": True, "max_num_batched_tokens": 48},
+    "drafts": {"speculative_config": NGRAM, "async_scheduling": True},
+    "two ranks": {"tensor_parallel_size": 2},
+    "three ranks, drafts": {"tensor_parallel_size": 3, "speculative_config": NGRAM, "max_num_batched_tokens": 24},
+    "stages": {"pipeline_parallel_size": 2, "async_scheduling": True},
+    "ranks of stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_prefix_caching": True},
+    "a tier": {"kv_transfer_config": TIER, "enable_prefix_caching": True, "num_gpu_blocks_override": 17},
+}
+# (tensor parallel, pipeline parallel) and block size of P, and of D.
+PAIRS = {
+    "alike": ((1, 1, 16), (1, 1, 16)),
+    "ranks of P": ((2, 1, 32), (1, 1, 16)),
+    "ranks of D": ((1, 1, 16), (3, 1, 32)),
+    "ranks and stages": ((2, 1, 16), (1, 2, 32)),
+    "more ranks of P": ((3, 2, 16), (2, 1, 16)),
+}
+Answer = tuple[list[int], list[dict[int, float]]]
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Returns prompts of which some share a beginning or repeat themselves; every other one is sampled."""
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(COMMON["vocab_size"], (40,), generator=generator).tolist()
+    made: list[tuple[list[int], SamplingParams]] = []
+    for number, length in enumerate((5, 33, 16, 61, 48, 97)):
+        own = torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist()
+        prompt = shared + own if number % 3 == 1 else own * 2 if number % 3 == 2 else own
+        temperature = 0.0 if number % 2 else 0.8
+        params = SamplingParams(
+            temperature=temperature, seed=number, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=3
+        )
+        made.append((prompt, params))
+    return made
+
+
+def answer(output: Any) -> Answer:
+    (sequence,) = output.outputs
+    return sequence.token_ids, [{token: each.logprob for token, each in at.items()} for at in sequence.logprobs]
+
+
+def engine(path: Path, **changes: Any) -> LLM:
+    return LLM(str(path), **{**PLAIN, **changes})
+
+
+@dataclass
+class Families:
+    """Checkpoints, and the answers of their plain runs, made when they are asked for."""
+
+    folder: Path
+    answers: dict[str, list[Answer]] = field(default_factory=dict[str, list[Answer]])
+
+    def path(self, name: str) -> Path:
+        folder = self.folder / name
+        return folder if folder.exists() else make_checkpoint(name, self.folder, torch.bfloat16)
+
+    def expected(self, name: str) -> list[Answer]:
+        if name not in self.answers:
+            llm = engine(self.path(name))
+            self.answers[name] = [answer(complete(llm, prompt, params)) for prompt, params in requests()]
+            llm.shutdown()
+        return self.answers[name]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp("families"))
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(("name", "cell"), grid(FAMILIES, list(CELLS), strength=1, others=pytest.mark.long))
+def test_a_batch(families: Families, name: str, cell: str) -> None:
+    llm = engine(families.path(name), **CELLS[cell])
+    prompts, params = zip(*requests(), strict=True)
+    # The second time, what the first one left in a cache is used.
+    for _ in range(2):
+        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+        llm.check_integrity()
+        assert [answer(output) for output in outputs] == families.expected(name)
+    stats = llm.stats()
+    llm.shutdown()
+    if cell == "preemption":
+        assert stats.num_preemptions > 0
+    if cell == "hits":
+        assert stats.prefix_cache_hits > 100
+    if cell == "a tier":
+        assert stats.connector["num_loads"] > 0
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(("name", "pair"), grid(FAMILIES, list(PAIRS), strength=1, others=pytest.mark.long))
+def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
+    engines: list[LLM] = []
+    for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):
+        ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "block_size": block_size}
+        options = {"kv_transfer_config": transfer_config(role), "enable_prefix_caching": True}
+        engines.append(engine(families.path(name), **options, **ranks))
+    prefill, decode = engines
+    block_size = PAIRS[pair][1][2]
+    num_loaded = 0
+    for (prompt, params), wanted in zip(requests(), families.expected(name), strict=True):
+        assert decode.reset_prefix_cache()
+        found = disaggregated(prefill, decode, prompt, params)
+        assert answer(found) == wanted
+        assert found.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
+        num_loaded += found.num_cached_tokens > 0
+    assert decode.stats().connector["p2p_consumer_completed"] == num_loaded
+    assert prefill.stats().connector["p2p_held"] == 0
+    for llm in engines:
+        llm.check_integrity()
+        llm.shutdown()
