@@ -6,8 +6,9 @@ A query row's bits depend only on its own q and on the keys and values at the po
 its chunk, the batch, the ids of the blocks, or the number of threads. On the CPU this holds because every row processes
 tiles of 64 positions in the same order with the same instructions; instruction sets differ in the last bits. A value
 that another row of the call sees and this row does not must be finite; all other memory may hold anything, including
-NaN. A cache of latents has one plane: a key ends in its value. The torch reference processes tiles in the same order with elementwise products and sums of one shape, slowly:
-tests compare with it, and a machine without the native library uses it.
+NaN. A cache of latents has one plane: a key ends in its value. The torch reference processes tiles in the same order
+with elementwise products and sums of one shape, slowly: tests compare with it, and a machine without the native library
+uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
-    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]; of latents [num_blocks, 1, Hkv, block_size, D]
+    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]; of latents, one plane
     block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries

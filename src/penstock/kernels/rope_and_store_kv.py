@@ -5,7 +5,8 @@ token's position; the rest pass unchanged. Where norm weights are given, each he
 rotation is float32 and rounded to the dtype once.
 
 The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
-their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size + offset in the block; slot -1 belongs to padding.
+their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size
++ offset in the block; slot -1 belongs to padding.
 """
 
 from __future__ import annotations

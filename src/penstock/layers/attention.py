@@ -37,8 +37,9 @@ class PagedAttention:
         self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size], or of latents
-        [num_tokens, (num_heads + 1) * head_size] -> [num_tokens, num_heads * value_size].
+        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size].
+
+        Of latents: [num_tokens, (num_heads + 1) * head_size] -> [num_tokens, num_heads * value_size].
 
         The keys and values of these tokens are in the cache afterwards; `qkv` may be overwritten.
         """
