@@ -90,6 +90,44 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": YARN_ROPE},
     ),
+    # Its second layer is dense.
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 72,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-not-normalised": (
+        "qwen3_moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+    ),
 }
 
 

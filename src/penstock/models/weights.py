@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from penstock.config.model import read_json
+from penstock.kernels.experts import ExpertWeight
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import Gather, GatheredLinear, GatheringLinear, JoiningLinear, Linear, SummingLinear
@@ -84,15 +85,15 @@ def staged(
     return out
 
 
-Check = Callable[[str, Linear, torch.Tensor], None]
+Check = Callable[[str, ExpertWeight | Linear, torch.Tensor], None]
 """Checks a layer, by name, against the weight that it was made of. Raises ConfigError if they differ."""
 
 
-def trust(name: str, linear: Linear, weight: torch.Tensor) -> None:
+def trust(name: str, linear: ExpertWeight | Linear, weight: torch.Tensor) -> None:
     """Accepts a layer without a check (`Check`)."""
 
 
-def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
+def compare(name: str, linear: ExpertWeight | Linear, weight: torch.Tensor) -> None:
     """Compares every element of a layer's weight with the tensor that it was made of (`Check`).
 
     Denormal numbers may have become zero. The copy for the comparison takes up to four times the layer's memory.
@@ -180,6 +181,21 @@ class Weights:
             self._read(name, (count, *width), (slice(own[name].start, own[name].stop),)) for name, count in rows.items()
         )
         return self.delivery(parts, (sum(map(len, own.values())), *width), self.dtype, self.device)
+
+    def of_expert(self, name: str, expert: int, shape: Sequence[int], own: Sequence[range]) -> torch.Tensor:
+        """Returns [sum of `own`, *shape[2:]]: these rows of one expert's part of the tensor `prefix + name`, which has
+        all experts and this shape.
+
+        The digest knows it as a tensor of the rows of all experts, one expert after another.
+        """
+        num_rows, name = shape[1], self.prefix + name
+        parts: list[torch.Tensor] = []
+        for rows in own:
+            part = self.source.read(name, shape, (slice(expert, expert + 1), slice(rows.start, rows.stop)))[0]
+            flat = slice(expert * num_rows + rows.start, expert * num_rows + rows.stop)
+            self.digest.add(name, (shape[0] * num_rows, *shape[2:]), (flat,), part)
+            parts.append(part)
+        return self.delivery(parts, (sum(map(len, own)), *shape[2:]), self.dtype, self.device)
 
     def linear(
         self,
