@@ -41,6 +41,13 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+SHARED_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 56,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.8,
+}
 
 # name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,6 +117,74 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
         },
     ),
+    # Its second layer is dense.
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 72,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-not-normalised": (
+        "qwen3_moe",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+    ),
+    # Groups of experts; the first layer is dense.
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "n_routed_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm-flash": (
+        "glm4_moe_lite",
+        {**LATENT, **SHARED_EXPERTS, "n_routed_experts": 10, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
+    ),
 }
 
 
@@ -159,6 +234,9 @@ def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             assert parameter.isfinite().all(), parameter_name
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(path, **save)
     return path
 

@@ -18,7 +18,7 @@ from tests.grids import grid
 from tests.integration.checkpoints import COMMON, make_checkpoint
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 
-FAMILIES = ("youtu-latent",)
+FAMILIES = ("qwen3-moe", "mixtral", "youtu-latent", "deepseek-v2", "deepseek-v3", "glm-flash")
 MAX_TOKENS = 12
 PLAIN: dict[str, Any] = {
     "max_model_len": 224,

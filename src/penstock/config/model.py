@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.encoder import EncoderConfig, read_encoder
+from penstock.config.experts import ExpertsConfig, read_experts
 from penstock.config.latent import LatentConfig, read_latent
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
@@ -37,6 +38,8 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A transformer: a decoder, or with `encoder` an encoder, which has no rotary embedding and no RMS norms.
+
+    `intermediate_size` is that of the layers without experts.
 
     `max_position_embeddings` is the longest context in tokens; `layer_windows[i]` is layer i's sliding window in
     tokens, 0 for full attention. With `latent`, the one KV head of size `head_dim` is what the cache stores of a token.
@@ -64,6 +67,7 @@ class ModelConfig:
     layer_windows: tuple[int, ...]
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
 
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
@@ -149,6 +153,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         layer_windows=_parse_windows(raw, num_layers),
         encoder=encoder,
         latent=latent,
+        experts=read_experts(raw),
     )
 
 
@@ -192,7 +197,7 @@ def _parse_windows(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     window = int(raw.get("sliding_window") or 0)
     if window < 0:
         raise ConfigError(f"sliding_window must not be negative, got {window}")
-    if not raw.get("use_sliding_window", raw["model_type"] != "qwen2" and raw["model_type"] != "qwen3"):
+    if not raw.get("use_sliding_window", raw["model_type"] not in ("qwen2", "qwen3", "qwen3_moe")):
         window = 0
     layer_types = raw.get("layer_types")
     if layer_types:

@@ -37,13 +37,14 @@ class IntermediateTensors:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Builds the parts of a layer, each from the configuration and the weights with the part's own prefix.
+    """Builds the parts of a layer, each from the configuration, weights and the number of its layer.
 
-    The attention also receives the number of its layer and the rotary table.
+    The attention's weights have its own prefix, and it also receives the rotary table; the feed-forward part's have the
+    layer's prefix.
     """
 
     attention: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention]
-    feed_forward: Callable[[ModelConfig, Weights], FeedForward]
+    feed_forward: Callable[[ModelConfig, Weights, int], FeedForward]
 
 
 class DecoderLayer:
@@ -54,7 +55,7 @@ class DecoderLayer:
         self.input_norm = RMSNorm(weights.tensor("input_layernorm.weight", config.hidden_size), eps)
         self.attention = architecture.attention(config, weights / "self_attn", layer, rotary)
         self.post_norm = RMSNorm(weights.tensor("post_attention_layernorm.weight", config.hidden_size), eps)
-        self.feed_forward = architecture.feed_forward(config, weights / "mlp")
+        self.feed_forward = architecture.feed_forward(config, weights, layer)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext

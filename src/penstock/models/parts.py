@@ -73,11 +73,17 @@ class GroupedQueryAttention:
 class GatedMLP:
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, weights: Weights, inner: int | None = None) -> None:
+        """`inner` is I, by default the configuration's."""
+        hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
         self.gate_up = weights.linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
         self.down = weights.joining_linear("down_proj", hidden, weights.share.sizes(inner), config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         activated = silu_and_mul(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
         return self.down(activated)  # -> [T, H]
+
+
+def dense_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP:
+    """The feed-forward part of every layer of a model without experts."""
+    return GatedMLP(config, weights / "mlp")

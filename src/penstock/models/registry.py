@@ -10,23 +10,34 @@ from functools import partial
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Architecture, Decoder
 from penstock.models.encoder import Encoder, EncoderArchitecture
+from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
-from penstock.models.parts import GatedMLP, GroupedQueryAttention
+from penstock.models.parts import GroupedQueryAttention, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
 from penstock.utils.errors import ConfigError
 
 MODELS = {
     # Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288).
-    "llama": Architecture(GroupedQueryAttention, GatedMLP),
+    "llama": Architecture(GroupedQueryAttention, dense_mlp),
     # Jiang et al. 2023, arXiv:2310.06825: with a sliding window, which the configuration gives.
-    "mistral": Architecture(GroupedQueryAttention, GatedMLP),
+    "mistral": Architecture(GroupedQueryAttention, dense_mlp),
     # Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): with biases on queries, keys and values.
-    "qwen2": Architecture(partial(GroupedQueryAttention, qkv_bias=True), GatedMLP),
+    "qwen2": Architecture(partial(GroupedQueryAttention, qkv_bias=True), dense_mlp),
     # Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): with a norm on every query and key head.
-    "qwen3": Architecture(partial(GroupedQueryAttention, head_norms=True), GatedMLP),
-    # Youtu-LLM, dense with latent attention (Tencent 2025, arXiv:2512.24618).
-    "youtu": Architecture(LatentAttention, GatedMLP),
+    "qwen3": Architecture(partial(GroupedQueryAttention, head_norms=True), dense_mlp),
+    # Qwen3 with experts, from the same report.
+    "qwen3_moe": Architecture(partial(GroupedQueryAttention, head_norms=True), sparse_mlp),
+    # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
+    "mixtral": Architecture(GroupedQueryAttention, sparse_mlp),
+    # DeepSeek-AI 2024, arXiv:2405.04434: latent attention, and experts beside shared ones.
+    "deepseek_v2": Architecture(LatentAttention, sparse_mlp),
+    # DeepSeek-AI 2024, arXiv:2412.19437: DeepSeek-V2 with another router.
+    "deepseek_v3": Architecture(LatentAttention, sparse_mlp),
+    # GLM-4.7-Flash (Zhipu AI 2026): DeepSeek-V3 with other sizes.
+    "glm4_moe_lite": Architecture(LatentAttention, sparse_mlp),
+    # Youtu-LLM (Tencent 2025, arXiv:2512.24618): latent attention without experts.
+    "youtu": Architecture(LatentAttention, dense_mlp),
 }
 ENCODERS = {
     # Devlin et al. 2018, arXiv:1810.04805. A classifier reads the result of BERT's pooler.

@@ -92,20 +92,26 @@ def staged(
     return out
 
 
-Check = Callable[[str, Linear | HeadsLinear, torch.Tensor], None]
+class StoredWeight(Protocol):
+    """A layer's weight in memory: of a `Linear` or `HeadsLinear`, or of one expert."""
+
+    def dense_weight(self) -> torch.Tensor: ...
+
+
+Check = Callable[[str, StoredWeight, torch.Tensor], None]
 """Checks a layer, by name, against the weight that it was made of. Raises ConfigError if they differ."""
 
 
-def trust(name: str, linear: Linear | HeadsLinear, weight: torch.Tensor) -> None:
+def trust(name: str, stored: StoredWeight, weight: torch.Tensor) -> None:
     """Accepts a layer without a check (`Check`)."""
 
 
-def compare(name: str, linear: Linear | HeadsLinear, weight: torch.Tensor) -> None:
+def compare(name: str, stored: StoredWeight, weight: torch.Tensor) -> None:
     """Compares every element of a layer's weight with the tensor that it was made of (`Check`).
 
     Denormal numbers may have become zero. The copy for the comparison takes up to four times the layer's memory.
     """
-    found = linear.dense_weight()
+    found = stored.dense_weight()
     is_denormal = weight.abs() < torch.finfo(weight.dtype).tiny
     num_differing = int(((found != weight) & ~(is_denormal & (found == 0))).sum())
     if num_differing:
@@ -188,6 +194,21 @@ class Weights:
             self._read(name, (count, *width), (slice(own[name].start, own[name].stop),)) for name, count in rows.items()
         )
         return self.delivery(parts, (sum(map(len, own.values())), *width), self.dtype, self.device)
+
+    def of_expert(self, name: str, expert: int, shape: Sequence[int], own: Sequence[range]) -> torch.Tensor:
+        """Returns [sum of `own`, *shape[2:]]: these rows of one expert's part of the tensor `prefix + name`, which has
+        all experts and this shape.
+
+        The digest knows it as a tensor of the rows of all experts, one expert after another.
+        """
+        num_rows, name = shape[1], self.prefix + name
+        parts: list[torch.Tensor] = []
+        for rows in own:
+            part = self.source.read(name, shape, (slice(expert, expert + 1), slice(rows.start, rows.stop)))[0]
+            flat = slice(expert * num_rows + rows.start, expert * num_rows + rows.stop)
+            self.digest.add(name, (shape[0] * num_rows, *shape[2:]), (flat,), part)
+            parts.append(part)
+        return self.delivery(parts, (sum(map(len, own)), *shape[2:]), self.dtype, self.device)
 
     def linear(
         self,

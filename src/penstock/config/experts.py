@@ -1,0 +1,191 @@
+"""The fields of a mixture of experts, read from `config.json`.
+
+A sparse layer's router chooses `top_k` of `num_experts` experts for every token, each a gated MLP. Only this module
+knows which model types have experts, and how their fields are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.utils.errors import ConfigError
+
+SOFTMAX, SIGMOID, TOP_K_SOFTMAX = "softmax", "sigmoid", "top_k_softmax"
+BEST, TWO_BEST = "best", "two_best"
+SILU, CLAMPED = "silu", "clamped"
+_TWO = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The router's rule is `layers.router.route`; `kernels.experts` has the activations' formulas.
+
+    `scores` is how logits become scores: SOFTMAX over all experts, SIGMOID, or TOP_K_SOFTMAX, which chooses by logits
+    and takes the softmax of those chosen. With more than one of `num_groups` groups of experts, only the `top_groups`
+    best are chosen from; a group's score is its BEST expert's or the sum of its TWO_BEST. `renormalizes` divides the
+    weights by their sum, and all are multiplied by `scaling`.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    sparse_layers: tuple[bool, ...]
+    scores: str = SOFTMAX
+    renormalizes: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = BEST
+    scaling: float = 1.0
+    has_correction_bias: bool = False  # added to the scores for the choice alone
+    has_router_bias: bool = False
+    shared_intermediate_size: int = 0  # of the MLP that every token passes through; 0: there is none
+    has_shared_gate: bool = False  # a sigmoid, one number per token, multiplies the shared MLP's result
+    activation: str = SILU
+    has_biases: bool = False
+
+    def is_sparse(self, layer: int) -> bool:
+        """Returns whether the layer has experts; layers after the model's own, of draft modules, have."""
+        return layer >= len(self.sparse_layers) or self.sparse_layers[layer]
+
+
+def read_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    """Reads the contents of a `config.json`; None if it describes a model without experts.
+
+    Raises ConfigError for an unknown router and for impossible numbers, KeyError if a field is missing.
+    """
+    read = _READERS.get(raw.get("model_type", ""))
+    if read is None:
+        return None
+    config = read(raw)
+    _check(config)
+    return config
+
+
+def _read_qwen3(raw: Mapping[str, Any]) -> ExpertsConfig:
+    step, num_layers = _count(raw, "decoder_sparse_step", 1), _count(raw, "num_hidden_layers")
+    dense: list[int] = raw.get("mlp_only_layers") or []
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=_count(raw, "num_experts_per_tok"),
+        intermediate_size=_count(raw, "moe_intermediate_size"),
+        sparse_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        renormalizes=bool(raw.get("norm_topk_prob", False)),
+    )
+
+
+def _read_mixtral(raw: Mapping[str, Any]) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=_count(raw, "num_experts_per_tok", 2),
+        intermediate_size=_count(raw, "intermediate_size"),
+        sparse_layers=(True,) * _count(raw, "num_hidden_layers"),
+    )
+
+
+def _read_gpt_oss(raw: Mapping[str, Any]) -> ExpertsConfig:
+    for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if raw.get(name, known) != known:
+            raise ConfigError(f"{name} must be {known}, got {raw[name]!r}")
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=_count(raw, "num_experts_per_tok", 4),
+        intermediate_size=_count(raw, "intermediate_size"),
+        sparse_layers=(True,) * _count(raw, "num_hidden_layers"),
+        scores=TOP_K_SOFTMAX,
+        renormalizes=False,
+        has_router_bias=True,
+        activation=CLAMPED,
+        has_biases=True,
+    )
+
+
+def _read_deepseek(raw: Mapping[str, Any]) -> ExpertsConfig:
+    """Reads DeepSeek-V2's, V3's and GLM's fields. Only V2 has a choice of methods; the later ones have V3's."""
+    is_v2 = raw["model_type"] == "deepseek_v2"
+    method = _choice(raw, "topk_method", ("greedy", "group_limited_greedy") if is_v2 else ("noaux_tc",))
+    _choice(raw, "scoring_func", (SOFTMAX,) if is_v2 else (SIGMOID,))
+    if is_v2 and raw.get("norm_topk_prob"):
+        raise ConfigError("norm_topk_prob must be false for deepseek_v2, got True")
+    has_groups = method != "greedy"
+    intermediate = _count(raw, "moe_intermediate_size")
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=_count(raw, "num_experts_per_tok"),
+        intermediate_size=intermediate,
+        sparse_layers=_deepseek_layers(raw),
+        scores=SOFTMAX if is_v2 else SIGMOID,
+        renormalizes=not is_v2 and bool(raw.get("norm_topk_prob", True)),
+        num_groups=_count(raw, "n_group", 1) if has_groups else 1,
+        top_groups=_count(raw, "topk_group", 1) if has_groups else 1,
+        group_score=BEST if is_v2 else TWO_BEST,
+        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        has_correction_bias=not is_v2,
+        shared_intermediate_size=intermediate * _count(raw, "n_shared_experts", 0, least=0),
+    )
+
+
+def _deepseek_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Returns which layers are sparse, from `mlp_layer_types` if given, else from the first one and every how many."""
+    num_layers = _count(raw, "num_hidden_layers")
+    kinds: list[str] | None = raw.get("mlp_layer_types")
+    if kinds:
+        if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+            raise ConfigError(f"mlp_layer_types must say dense or sparse for {num_layers} layers, got {kinds!r}")
+        return tuple(kind == "sparse" for kind in kinds)
+    # GLM's configuration class has one dense layer where nothing is said.
+    first = _count(raw, "first_k_dense_replace", 1 if raw["model_type"] == "glm4_moe_lite" else 0, least=0)
+    step = _count(raw, "moe_layer_freq", 1)
+    return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig]] = {
+    "qwen3_moe": _read_qwen3,
+    "mixtral": _read_mixtral,
+    "deepseek_v2": _read_deepseek,
+    "deepseek_v3": _read_deepseek,
+    "glm4_moe_lite": _read_deepseek,
+    "gpt_oss": _read_gpt_oss,
+}
+
+
+def _check(config: ExpertsConfig) -> None:
+    experts, top_k, groups, top_groups = config.num_experts, config.top_k, config.num_groups, config.top_groups
+    if top_k > experts:
+        raise ConfigError(f"num_experts_per_tok={top_k} is more than the {experts} experts of a layer")
+    if experts % groups:
+        raise ConfigError(f"n_group={groups} does not divide the {experts} experts of a layer")
+    if top_groups > groups:
+        raise ConfigError(f"topk_group={top_groups} is more than n_group={groups}")
+    size = experts // groups
+    if top_groups * size < top_k:
+        raise ConfigError(
+            f"topk_group={top_groups} of n_group={groups} leaves {top_groups * size} experts to choose from, and "
+            f"num_experts_per_tok={top_k} asks for more"
+        )
+    if config.group_score == TWO_BEST and size < _TWO:
+        raise ConfigError(f"n_group={groups} leaves one expert in a group, whose score is the sum of its two best")
+
+
+def _num_experts(raw: Mapping[str, Any]) -> int:
+    """Reads the number under the first name that is there: transformers renames it between versions."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return _count(raw, next((name for name in names if raw.get(name) is not None), names[0]))
+
+
+def _choice(raw: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+    """Returns a field that must be one of `known`, the first one if it is missing."""
+    value = raw.get(name)
+    value = known[0] if value is None else value
+    if value not in known:
+        raise ConfigError(f"{name} of a {raw['model_type']} must be {' or '.join(known)}, got {value!r}")
+    return value
+
+
+def _count(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+    value = raw[name] if default is None else raw.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value

@@ -1,0 +1,172 @@
+"""The grouped products of a mixture of experts: rows that chose one expert are multiplied together.
+
+A token's row appears once for every expert that it chose. These (token, choice) pairs are sorted by the expert's slot
+(`group`); `gate_up` computes the activated features of every pair, `down` the expert's output, and `combine` adds the
+outputs of a token's experts:
+
+    x [T, H] -> gate_up -> [P, I] -> down -> [P, O] -> combine -> [T, O]        P = T * top_k pairs, sorted by slot
+
+Every element is computed as `PackedLinear` and `silu_and_mul` compute it: gate and up are rounded to the dtype, the
+activation is rounded to it, and so is an expert's output. `combine` multiplies by the weights and adds in float32, in
+the order of a token's choices, and rounds once. So a row's bits depend on that row and its own experts, not on other
+rows, the number of threads, or the slot in which an expert is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.kernels.sigmoid import sigmoid
+from penstock.kernels.silu_and_mul import silu_and_mul
+
+CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Of the experts in `num_slots` slots, as far as this rank computes them."""
+
+    num_slots: int
+    in_features: int  # of gate and up: H
+    own_inner: int  # features of gate and of up: this rank's share of I
+    inner: int  # inputs of down: I
+    out_features: int  # of down: this rank's share of H
+    dtype: torch.dtype
+    is_clamped: bool = False  # whether the activation is `clamped_swiglu`, else `silu_and_mul`
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A step's pairs sorted by slot, those of a slot in ascending order; the pairs of token t are t * top_k and after.
+
+    A pair whose expert is in no slot here is in no group.
+    """
+
+    pairs: torch.Tensor  # [T * top_k] int32: which pair is in a sorted row; undefined after the last group
+    rows: torch.Tensor  # [T, top_k] int32: the sorted row of a pair, -1 if its expert is in no slot
+    starts: torch.Tensor  # [num_slots + 1] int32: where the rows of a slot begin
+
+
+class ExpertWeight(Protocol):
+    def dense_weight(self) -> torch.Tensor:
+        """Returns [out_features, in_features], in which denormal numbers may be zero."""
+        ...
+
+
+class GroupedExperts(Protocol):
+    """The weights of the experts in some slots, and their products."""
+
+    def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
+        """Puts an expert into a slot: gate_up [2 own_inner, in_features], gate first, and down [out_features, inner].
+
+        The tensors may be freed afterwards.
+        """
+        ...
+
+    def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
+        """Returns gate_up and down as they are stored, for comparisons."""
+        ...
+
+    def group(self, ids: torch.Tensor, slots: torch.Tensor) -> Groups:
+        """ids [T, top_k] int64; slots [num_experts] int32: an expert's slot, -1 if it is in none."""
+        ...
+
+    def gate_up(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[T, in_features] -> [P, own_inner], activated."""
+        ...
+
+    def down(self, activated: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[P, inner] -> [P, out_features]."""
+        ...
+
+    def combine(self, outputs: torch.Tensor, groups: Groups, weights: torch.Tensor) -> torch.Tensor:
+        """[P, out_features] with weights [T, top_k] float32 -> [T, out_features]. Every pair must be in a group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    gate_up: torch.Tensor  # [2 own_inner]
+    down: torch.Tensor  # [out_features]
+
+
+def group_reference(ids: torch.Tensor, slots: torch.Tensor, num_slots: int) -> Groups:
+    slot_of = slots[ids.view(-1)].long()
+    is_here = slot_of >= 0
+    pairs = slot_of.where(is_here, num_slots).sort(stable=True).indices
+    rows = torch.empty_like(pairs)
+    rows[pairs] = torch.arange(len(pairs), device=ids.device)
+    counts = torch.bincount(slot_of[is_here], minlength=num_slots)
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    return Groups(pairs.int(), rows.where(is_here, -1).int().view_as(ids), starts.int())
+
+
+def combine_reference(outputs: torch.Tensor, groups: Groups, weights: torch.Tensor) -> torch.Tensor:
+    total = weights.new_zeros((len(weights), outputs.shape[1]))
+    for choice in range(weights.shape[1]):
+        total = total + outputs[groups.rows[:, choice].long()].float() * weights[:, choice : choice + 1]
+    return total.to(outputs.dtype)
+
+
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss' activation, [T, 2I], gate then up, -> [T, I]: (up + 1) * gate * sigmoid(alpha * gate), after gate is
+    limited from above and up on both sides. float32 throughout, rounded once.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return ((up + 1) * (gate * sigmoid(gate * CLAMP_ALPHA))).to(gate_up.dtype)
+
+
+class _Linear(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def dense_weight(self) -> torch.Tensor: ...
+
+
+class ReferenceExperts:
+    """One layer after another, each made by `make_linear` from its weight and bias."""
+
+    def __init__(
+        self, shape: ExpertsShape, make_linear: Callable[[torch.Tensor, torch.Tensor | None], _Linear]
+    ) -> None:
+        self._shape = shape
+        self._make_linear = make_linear
+        self._layers: dict[int, tuple[_Linear, _Linear]] = {}
+        self._activate = clamped_swiglu if shape.is_clamped else silu_and_mul
+
+    def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
+        make = self._make_linear
+        self._layers[slot] = make(gate_up, biases and biases.gate_up), make(down, biases and biases.down)
+
+    def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
+        return self._layers[slot]
+
+    def group(self, ids: torch.Tensor, slots: torch.Tensor) -> Groups:
+        return group_reference(ids, slots, self._shape.num_slots)
+
+    def gate_up(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        rows = x[groups.pairs.long() // groups.rows.shape[1]]
+        out = x.new_empty((len(rows), self._shape.own_inner))
+        for slot, first, end in _intervals(groups):
+            out[first:end] = self._activate(self._layers[slot][0](rows[first:end]))
+        return out
+
+    def down(self, activated: torch.Tensor, groups: Groups) -> torch.Tensor:
+        out = activated.new_empty((len(activated), self._shape.out_features))
+        for slot, first, end in _intervals(groups):
+            out[first:end] = self._layers[slot][1](activated[first:end])
+        return out
+
+    def combine(self, outputs: torch.Tensor, groups: Groups, weights: torch.Tensor) -> torch.Tensor:
+        return combine_reference(outputs, groups, weights)
+
+
+def _intervals(groups: Groups) -> list[tuple[int, int, int]]:
+    """Returns (slot, first row, end) of the slots that have rows."""
+    starts = groups.starts.tolist()
+    spans = zip(range(len(starts)), starts, starts[1:], strict=False)
+    return [(slot, first, end) for slot, first, end in spans if first < end]
