@@ -9,7 +9,9 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, pre_tokenizers, processors
+from transformers.modeling_layers import MtpModel
 
 COMMON: dict[str, Any] = {
     "vocab_size": 301,
@@ -183,7 +185,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm-flash": (
         "glm4_moe_lite",
-        {**LATENT, **SHARED_EXPERTS, "n_routed_experts": 10, "n_group": 1, "topk_group": 1, "v_head_dim": 40},
+        {
+            **LATENT,
+            **SHARED_EXPERTS,
+            "n_routed_experts": 10,
+            "n_group": 1,
+            "topk_group": 1,
+            "v_head_dim": 40,
+            "num_mtp_layers": 1,
+            "mtp_mlp_layer_types": ["sparse"],
+        },
     ),
 }
 
@@ -204,6 +215,28 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
     """Writes the checkpoint under `folder` and returns its path. `save` goes to `save_pretrained`."""
     return _make(name, folder / name, transformers.AutoModelForCausalLM, dtype, {}, save)
+
+
+def make_mtp_checkpoint(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[Path, transformers.PreTrainedModel, MtpModel]:
+    """Writes the checkpoint with a module for multi-token prediction. Returns its path, the model and the module."""
+    path = make_checkpoint(name, folder, dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    torch.manual_seed(1)
+    module = MtpModel(model, 1).to(dtype).eval()
+    (layer,) = module.layers
+    with torch.no_grad():
+        for parameter_name, parameter in layer.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in parameter_name))
+    names = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+    stored = load_file(path / "model.safetensors")
+    for tensor_name, tensor in layer.state_dict().items():
+        for old, new in names.items():
+            tensor_name = tensor_name.replace(old, new)
+        stored[f"model.layers.{COMMON['num_hidden_layers']}.{tensor_name}"] = tensor.contiguous()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    return path, model, module
 
 
 def make_classifier_checkpoint(

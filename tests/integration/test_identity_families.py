@@ -6,6 +6,7 @@ no cache, no overlap, one rank.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 
 from penstock import LLM, SamplingParams
 from tests.grids import grid
-from tests.integration.checkpoints import COMMON, make_checkpoint
+from tests.integration.checkpoints import COMMON, make_checkpoint, make_mtp_checkpoint
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 
 FAMILIES = ("qwen3-moe", "mixtral", "youtu-latent", "deepseek-v2", "deepseek-v3", "glm-flash")
+# Those with a module for multi-token prediction.
+WITH_MODULE = ("deepseek-v3", "glm-flash")
 MAX_TOKENS = 12
 PLAIN: dict[str, Any] = {
     "max_model_len": 224,
@@ -29,6 +32,7 @@ PLAIN: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 TIER = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {"load_policy": "always", "cpu_bytes_to_use": 1 << 24},
@@ -39,12 +43,15 @@ CELLS: dict[str, dict[str, Any]] = {
     "preemption": {"num_gpu_blocks_override": 17, "max_num_batched_tokens": 48, "async_scheduling": True},
     "hits": {"enable_prefix_caching": True, "max_num_batched_tokens": 48},
     "drafts": {"speculative_config": NGRAM, "async_scheduling": True},
+    "module": {"speculative_config": MTP, "async_scheduling": True, "max_num_batched_tokens": 24},
+    "ranks of stages, module": {"speculative_config": MTP, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "two ranks": {"tensor_parallel_size": 2},
     "three ranks, drafts": {"tensor_parallel_size": 3, "speculative_config": NGRAM, "max_num_batched_tokens": 24},
     "stages": {"pipeline_parallel_size": 2, "async_scheduling": True},
     "ranks of stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_prefix_caching": True},
     "a tier": {"kv_transfer_config": TIER, "enable_prefix_caching": True, "num_gpu_blocks_override": 17},
 }
+MODULE_CELLS = [cell for cell, arguments in CELLS.items() if arguments.get("speculative_config") is MTP]
 # (tensor parallel, pipeline parallel) and block size of P, and of D.
 PAIRS = {
     "alike": ((1, 1, 16), (1, 1, 16)),
@@ -90,7 +97,10 @@ class Families:
 
     def path(self, name: str) -> Path:
         folder = self.folder / name
-        return folder if folder.exists() else make_checkpoint(name, self.folder, torch.bfloat16)
+        if not folder.exists():
+            make = make_mtp_checkpoint if name in WITH_MODULE else make_checkpoint
+            make(name, self.folder, torch.bfloat16)
+        return folder
 
     def expected(self, name: str) -> list[Answer]:
         if name not in self.answers:
@@ -105,8 +115,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
     return Families(tmp_path_factory.mktemp("families"))
 
 
-@pytest.mark.spread(1)
-@pytest.mark.parametrize(("name", "cell"), grid(FAMILIES, list(CELLS), strength=1, others=pytest.mark.long))
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    grid(FAMILIES, [cell for cell in CELLS if cell not in MODULE_CELLS], strength=1, others=pytest.mark.long)
+    + grid(WITH_MODULE, MODULE_CELLS, strength=1, others=pytest.mark.long),
+)
 def test_a_batch(families: Families, name: str, cell: str) -> None:
     llm = engine(families.path(name), **CELLS[cell])
     prompts, params = zip(*requests(), strict=True)
@@ -125,13 +138,14 @@ def test_a_batch(families: Families, name: str, cell: str) -> None:
         assert stats.connector["num_loads"] > 0
 
 
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "pair"), grid(FAMILIES, list(PAIRS), strength=1, others=pytest.mark.long))
 def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
     engines: list[LLM] = []
     for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):
         ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "block_size": block_size}
-        options = {"kv_transfer_config": transfer_config(role), "enable_prefix_caching": True}
+        options: dict[str, Any] = {"kv_transfer_config": transfer_config(role), "enable_prefix_caching": True}
+        if name in WITH_MODULE:
+            options["speculative_config"] = MTP
         engines.append(engine(families.path(name), **options, **ranks))
     prefill, decode = engines
     block_size = PAIRS[pair][1][2]
@@ -146,4 +160,26 @@ def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, na
     assert prefill.stats().connector["p2p_held"] == 0
     for llm in engines:
         llm.check_integrity()
+        llm.shutdown()
+
+
+def test_grouped_query_drafts_of_a_model_with_latents(families: Families) -> None:
+    """The KV of an EAGLE-3 head, with keys and values, follows the blocks of latents to another engine."""
+    path = families.path("deepseek-v3")
+    head = families.folder / "eagle3"
+    head.mkdir()
+    shape = {**COMMON, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    shape.update(num_attention_heads=4, num_key_value_heads=2, head_dim=16, dtype="bfloat16", draft_vocab_size=301)
+    (head / "config.json").write_text(json.dumps({**shape, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+    eagle3 = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    common: dict[str, Any] = {"load_format": "dummy", "enable_prefix_caching": True}
+    plain = engine(path, load_format="dummy")
+    prefill = engine(path, speculative_config=eagle3, kv_transfer_config=transfer_config("kv_producer"), **common)
+    decode = engine(path, speculative_config=eagle3, kv_transfer_config=transfer_config("kv_consumer"), **common)
+    for prompt, params in requests():
+        found = disaggregated(prefill, decode, prompt, params)
+        assert answer(found) == answer(complete(plain, prompt, params))
+        assert found.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    assert decode.stats().speculation.num_draft_tokens > 0
+    for llm in (plain, prefill, decode):
         llm.shutdown()

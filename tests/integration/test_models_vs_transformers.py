@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.cache_utils import MtpCache
 
 from penstock import LLM, SamplingParams
-from tests.integration.checkpoints import CHECKPOINTS, COMMON, make_checkpoint
+from penstock.models.mtp import MultiTokenPredictor
+from tests.integration.checkpoints import CHECKPOINTS, COMMON, make_checkpoint, make_mtp_checkpoint
 
 NUM_STEPS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
@@ -77,6 +80,38 @@ def test_logprobs_and_greedy_tokens(name: str, folder: Path) -> None:
         for token_id, entry in entries.items():
             assert entry.logprob == pytest.approx(logprobs[position, token_id].item(), abs=2e-3)
     llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-flash"])
+def test_draft_module(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares the states of the module's first pass, over a whole prompt, with those of transformers' module."""
+    path, model, module = make_mtp_checkpoint(name, folder)
+    passes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    forward = MultiTokenPredictor.forward
+
+    def recording(self: MultiTokenPredictor, hidden: torch.Tensor, next_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        states = forward(self, hidden, next_ids, *rest)
+        passes.append((next_ids.clone(), states.clone()))
+        return states
+
+    monkeypatch.setattr(MultiTokenPredictor, "forward", recording)
+    prompt = prompts()[2]
+    llm = LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        max_model_len=176,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        distributed_executor_backend="uniproc",
+    )
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    next_ids, states = next(found for found in passes if found[0][: len(prompt) - 1].tolist() == prompt[1:])
+    next_ids = next_ids[: len(prompt)][None]
+    with torch.inference_mode():
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state
+        positions = torch.arange(len(prompt))[None]
+        expected = module.forward_layer(0, hidden, positions, MtpCache(config=module.config), next_ids)
+    torch.testing.assert_close(states[: len(prompt)], expected[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
