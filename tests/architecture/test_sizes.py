@@ -28,7 +28,7 @@ BUDGETS = {
     "executor": 553,
     "frontend": 1505,
     "grammar": 348,
-    "kernels": 3754,
+    "kernels": 3902,
     "kv_transfer": 6470,
     "layers": 277,
     "loadgen": 453,

@@ -85,7 +85,9 @@ def main(kind: str, folder: str) -> int:
     if plan.seed is not None:
         {
             "layer": plant_in_layer,
-            "weight": lambda: plant_in_tensor(lambda model: model.layers[4].feed_forward.down._apply._into._packed),
+            "weight": lambda: plant_in_tensor(
+                lambda model: model.layers[4].feed_forward.down._apply._into._packed.memory
+            ),
             "table": lambda: plant_in_tensor(lambda model: model.rotary),
             "token": plant_in_tokens,
         }[kind]()

@@ -7,6 +7,8 @@ import torch
 
 from penstock.config.engine import EngineArgs
 from penstock.engine.build import build_engine
+from penstock.kernels import native
+from penstock.kernels.experts import ExpertsShape, make_experts
 from penstock.kernels.linear import PackedLinear
 from penstock.layers.linear import Linear
 from penstock.models.weights import compare
@@ -23,10 +25,11 @@ def test_correct_weights_pass(dtype: torch.dtype, is_wide: bool) -> None:
 
 def spoil(linear: PackedLinear, weight: torch.Tensor) -> None:
     """Doubles the middle weight in the layer's own memory."""
-    into = linear._into
-    kept = getattr(into, "_packed", None)
-    if kept is None:
-        kept = into._weight  # pyright: ignore[reportAttributeAccessIssue] - of the torch reference
+    packed = getattr(linear._into, "_packed", None)
+    double_in(linear._into._weight if packed is None else packed.memory, weight)  # pyright: ignore
+
+
+def double_in(kept: torch.Tensor, weight: torch.Tensor) -> None:
     value = weight[weight.shape[0] // 2, weight.shape[1] // 2]
     elements = kept.view(value.dtype)
     index = (elements.flatten() == value).nonzero()[0]
@@ -39,6 +42,23 @@ def test_a_wrong_packed_weight_is_found() -> None:
     spoil(linear._apply, weight)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"in memory of layers.3.mlp.down_proj are not those .* 1 of 4096 elements"):
         compare("layers.3.mlp.down_proj", linear, weight)
+
+
+@pytest.mark.skipif(not native.instruction_sets(), reason="the reference keeps the weights in linear layers")
+@pytest.mark.parametrize(("part", "name"), [("_gate_up", "gate_up"), ("_down", "down")])
+def test_a_wrong_weight_of_an_expert_is_found(part: str, name: str) -> None:
+    shape = ExpertsShape(3, 64, 40, 40, 64, torch.bfloat16)
+    experts, random = make_experts(shape), torch.Generator().manual_seed(0)
+    weights = (torch.randn(80, 64, generator=random).bfloat16(), torch.randn(64, 40, generator=random).bfloat16())
+    for slot in range(3):
+        experts.store(slot, *(weight * (slot == 1) for weight in weights))
+    stored = dict(zip(("gate_up", "down"), zip(experts.weights(1), weights, strict=True), strict=True))
+    for packed, weight in stored.values():
+        compare("experts.1", packed, weight)
+    packed, weight = stored[name]
+    double_in(getattr(experts, part).memory, weight)
+    with pytest.raises(ConfigError, match=r"in memory of experts.1 are not those .* 1 of \d+ elements"):
+        compare("experts.1", packed, weight)
 
 
 def test_an_engine_checks_its_weights_with_check_weights(monkeypatch: pytest.MonkeyPatch) -> None:

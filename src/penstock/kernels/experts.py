@@ -14,12 +14,16 @@ rows, the number of threads, or the slot in which an expert is.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from penstock.kernels.linear import PANEL, PackedLinear, PackedWeights
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.sigmoid import sigmoid
 from penstock.kernels.silu_and_mul import silu_and_mul
 
@@ -170,3 +174,161 @@ def _intervals(groups: Groups) -> list[tuple[int, int, int]]:
     starts = groups.starts.tolist()
     spans = zip(range(len(starts)), starts, starts[1:], strict=False)
     return [(slot, first, end) for slot, first, end in spans if first < end]
+
+
+def make_experts(
+    shape: ExpertsShape, has_biases: bool = False, library: Callable[[], NativeLibrary | None] = library
+) -> GroupedExperts:
+    """Returns experts for a CPU; `library` is as for `PackedLinear`."""
+    native = library()
+    if native is None:
+        return ReferenceExperts(shape, partial(PackedLinear, library=library))
+    return NativeExperts(native, shape, has_biases)
+
+
+class _Descriptor(ctypes.Structure):
+    """`Experts` in native/experts.cpp."""
+
+    _fields_ = (
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down_bias", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("own_inner", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("is_clamped", ctypes.c_int64),
+    )
+
+
+class NativeExperts:
+    """Weights in panels of 32 features, in which a panel of gate is followed by the panel of up for the same ones."""
+
+    def __init__(self, native: NativeLibrary, shape: ExpertsShape, has_biases: bool) -> None:
+        self._shape = shape
+        padded = -(-shape.own_inner // PANEL) * 2 * PANEL
+        self._gate_up = PackedWeights(native, shape.num_slots, padded, shape.in_features, shape.dtype)
+        self._down = PackedWeights(native, shape.num_slots, shape.out_features, shape.inner, shape.dtype)
+        self._biases: Biases | None = None
+        if has_biases:
+            sizes = (2 * shape.own_inner, shape.out_features)
+            self._biases = Biases(*(torch.zeros((shape.num_slots, size)) for size in sizes))
+        self._descriptor = _Descriptor(
+            self._gate_up.address,
+            self._down.address,
+            self._biases and self._biases.gate_up.data_ptr(),
+            self._biases and self._biases.down.data_ptr(),
+            shape.num_slots,
+            shape.in_features,
+            shape.own_inner,
+            shape.inner,
+            shape.out_features,
+            DTYPE_CODES[shape.dtype],
+            shape.is_clamped,
+        )
+        self._address = ctypes.addressof(self._descriptor)
+        self._run_group = native.function("experts_group", "pppppnn")
+        self._run_gate_up = native.function("experts_gate_up", "pppppnn")
+        self._run_down = native.function("experts_down", "ppppn")
+        self._run_combine = native.function("experts_combine", "ppppnnnni")
+
+    def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
+        assert gate_up.shape == (2 * self._shape.own_inner, self._shape.in_features), f"{tuple(gate_up.shape)}"
+        self._gate_up.store(slot, _interleave(gate_up))
+        self._down.store(slot, down)
+        if self._biases is not None:
+            assert biases is not None, "an expert without biases"
+            self._biases.gate_up[slot] = biases.gate_up
+            self._biases.down[slot] = biases.down
+
+    def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
+        return _Interleaved(self._gate_up, slot, self._shape.own_inner), _Stored(self._down, slot)
+
+    def group(self, ids: torch.Tensor, slots: torch.Tensor) -> Groups:
+        assert (ids.dtype, slots.dtype) == (torch.int64, torch.int32) and ids.is_contiguous(), f"{ids.dtype}"
+        count, num_slots = ids.numel(), self._shape.num_slots
+        memory = torch.empty(2 * count + num_slots + 1, dtype=torch.int32)
+        pairs, rows, starts = memory.split((count, count, num_slots + 1))
+        self._run_group(
+            ids.data_ptr(), slots.data_ptr(), pairs.data_ptr(), rows.data_ptr(), starts.data_ptr(), count, num_slots
+        )
+        return Groups(pairs, rows.view(ids.shape), starts)
+
+    def gate_up(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        self._check(x, self._shape.in_features)
+        out = x.new_empty((len(groups.pairs), self._shape.own_inner))
+        self._run_gate_up(
+            self._address,
+            x.data_ptr(),
+            groups.pairs.data_ptr(),
+            groups.starts.data_ptr(),
+            out.data_ptr(),
+            groups.rows.shape[1],
+            num_threads(),
+        )
+        return out
+
+    def down(self, activated: torch.Tensor, groups: Groups) -> torch.Tensor:
+        self._check(activated, self._shape.inner)
+        out = activated.new_empty((len(activated), self._shape.out_features))
+        starts = groups.starts.data_ptr()
+        self._run_down(self._address, activated.data_ptr(), starts, out.data_ptr(), num_threads())
+        return out
+
+    def combine(self, outputs: torch.Tensor, groups: Groups, weights: torch.Tensor) -> torch.Tensor:
+        (tokens, top_k), width = weights.shape, outputs.shape[1]
+        assert weights.dtype == torch.float32 and weights.is_contiguous(), f"{weights.dtype} {weights.stride()}"
+        self._check(outputs, width)
+        out = outputs.new_empty((tokens, width))
+        self._run_combine(
+            outputs.data_ptr(),
+            groups.rows.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            top_k,
+            width,
+            num_threads(),
+            DTYPE_CODES[outputs.dtype],
+        )
+        return out
+
+    def _check(self, x: torch.Tensor, width: int) -> None:
+        assert x.dtype == self._shape.dtype and x.shape[1] == width and x.is_contiguous(), f"{x.dtype} {x.shape}"
+
+
+def _interleave(gate_up: torch.Tensor) -> torch.Tensor:
+    """[2 I, K] -> [panels * 2 * PANEL, K]: PANEL rows of gate, then of up, and so on; zero where there are no rows."""
+    inner, width = gate_up.shape[0] // 2, gate_up.shape[1]
+    num_panels = -(-inner // PANEL)
+    out = gate_up.new_zeros((num_panels, 2, PANEL, width))
+    for half, rows in enumerate(gate_up.chunk(2)):
+        whole = inner // PANEL
+        out[:whole, half] = rows[: whole * PANEL].view(whole, PANEL, width)
+        if whole < num_panels:
+            out[whole, half, : inner - whole * PANEL] = rows[whole * PANEL :]
+    return out.view(-1, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    packed: PackedWeights
+    slot: int
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.packed.dense_weight(self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Interleaved:
+    packed: PackedWeights
+    slot: int
+    inner: int
+
+    def dense_weight(self) -> torch.Tensor:
+        rows = self.packed.dense_weight(self.slot)
+        halves = rows.view(-1, 2, PANEL, rows.shape[1]).transpose(0, 1).reshape(2, -1, rows.shape[1])
+        return halves[:, : self.inner].reshape(2 * self.inner, -1)

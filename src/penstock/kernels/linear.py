@@ -11,7 +11,6 @@ bfloat16 with AVX512 or AMX); the caller may free the original. `native.set_num_
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Callable
 
@@ -21,6 +20,8 @@ import torch.nn.functional as F
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 
+# Output features of a panel of packed weights.
+PANEL = 32
 _TILE_ROWS = 16
 
 
@@ -60,10 +61,7 @@ class PackedLinear:
 
     def dense_weight(self) -> torch.Tensor:
         """Returns a copy [out_features, in_features] of the packed weight, in which denormal numbers may be zero."""
-        identity = torch.eye(self.in_features, dtype=self.dtype)
-        out = identity.new_empty((self.in_features, self.out_features), dtype=self.out_dtype)
-        self._into.without_bias()(identity, out)
-        return out.T.to(self.dtype).contiguous()
+        return self._into.dense_weight().to(self.dtype)
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to `out`, [rows, out_features], which must not overlap `x`."""
@@ -118,30 +116,60 @@ class _Descriptor(ctypes.Structure):
     )
 
 
+class PackedWeights:
+    """The packed weights [out_features, in_features] of `count` layers of one shape, one after another in memory."""
+
+    def __init__(
+        self, native: NativeLibrary, count: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> None:
+        self._native = native
+        self._dtype = dtype
+        self._shape = out_features, in_features
+        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0)
+        self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
+        self.memory = aligned_bytes(count * self._bytes)
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+    def descriptor(self, number: int = 0, bias: torch.Tensor | None = None, is_wide: bool = False) -> _Descriptor:
+        """Returns the layer of one of the weights; the caller keeps the bias, in float32."""
+        (out_features, in_features), code = self._shape, DTYPE_CODES[self._dtype]
+        bias_address = None if bias is None else bias.data_ptr()
+        return _Descriptor(self.address + number * self._bytes, bias_address, in_features, out_features, code, is_wide)
+
+    def store(self, number: int, weight: torch.Tensor) -> None:
+        assert weight.shape == self._shape and weight.dtype == self._dtype, f"{weight.shape} for {self._shape}"
+        descriptor, weight = self.descriptor(number), weight.detach().contiguous()
+        pack = self._native.function("linear_pack", "ppn")
+        pack(ctypes.addressof(descriptor), weight.data_ptr(), num_threads())
+
+    def dense_weight(self, number: int = 0) -> torch.Tensor:
+        """Returns a copy [out_features, in_features] of one, in which denormal numbers may be zero."""
+        out_features, in_features = self._shape
+        identity = torch.eye(in_features, dtype=self._dtype)
+        out = identity.new_empty((in_features, out_features))
+        descriptor = self.descriptor(number)
+        run = self._native.function("linear", "pppnn")
+        run(ctypes.addressof(descriptor), identity.data_ptr(), out.data_ptr(), in_features, num_threads())
+        return out.T.contiguous()
+
+
 class _NativeLinear:
     def __init__(self, native: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, is_wide: bool) -> None:
         self._run = native.function("linear", "pppnn")
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        out_features, in_features = weight.shape
-        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype], is_wide)
-        self._packed = aligned_bytes(native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor)))
-        descriptor.weight = self._packed.data_ptr()
-        descriptor.bias = None if self._bias is None else self._bias.data_ptr()
-        native.function("linear_pack", "ppn")(ctypes.addressof(descriptor), weight.data_ptr(), num_threads())
-        self._descriptor = descriptor
-        self._address = ctypes.addressof(descriptor)
+        self._packed = PackedWeights(native, 1, weight.shape[0], weight.shape[1], weight.dtype)
+        self._packed.store(0, weight)
+        self._descriptor = self._packed.descriptor(0, self._bias, is_wide)
+        self._address = ctypes.addressof(self._descriptor)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], num_threads())
 
-    def without_bias(self) -> _NativeLinear:
-        """Returns a layer that shares the weight and adds no bias."""
-        plain = copy.copy(self)
-        plain._bias = None
-        plain._descriptor = _Descriptor.from_buffer_copy(self._descriptor)
-        plain._descriptor.bias = None
-        plain._address = ctypes.addressof(plain._descriptor)
-        return plain
+    def dense_weight(self) -> torch.Tensor:
+        return self._packed.dense_weight()
 
 
 class _NativeHeads:
@@ -195,7 +223,5 @@ class _TorchLinear:
             tile[: part.shape[0]] = part
             out[first : first + self._tile_rows] = F.linear(tile, self._weight, self._bias)[: part.shape[0]]
 
-    def without_bias(self) -> _TorchLinear:
-        plain = copy.copy(self)
-        plain._bias = None
-        return plain
+    def dense_weight(self) -> torch.Tensor:
+        return self._weight.clone()

@@ -20,9 +20,8 @@ import torch
 
 from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
-from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.experts import ExpertsShape, GroupedExperts, ReferenceExperts
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.dispatch import is_interpreted
+from penstock.kernels.experts import ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
 from penstock.layers.router import route
@@ -146,9 +145,9 @@ def _load_experts(experts: ExpertsConfig, hidden: int, weights: Weights, names: 
 
 
 def _make_grouped(shape: ExpertsShape, weights: Weights) -> GroupedExperts:
-    if uses_triton(torch.empty(0, device=weights.device)):
+    if is_interpreted():
         return ReferenceExperts(shape, partial(Linear, deterministic=weights.deterministic))
-    return ReferenceExperts(shape, PackedLinear)
+    return make_experts(shape)
 
 
 def _read_single(

@@ -4,8 +4,8 @@
 // nowhere else. Sums run over a row in one fixed order.
 #include <cmath>
 
+#include "activations.h"
 #include "pool.h"
-#include "vec.h"
 
 namespace penstock::ISA {
 namespace {
@@ -56,14 +56,9 @@ void rms_norm(const void* x, void* residual, const void* weight, void* out, int6
 
 template <class T>
 void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads) {
-    const Vec minus_log2e = splat(-1.44269504f);
     run_each(rows, width, threads, [&](int64_t row) {
         const T* gate = static_cast<const T*>(gate_up) + row * 2 * width;
-        T* to = static_cast<T*>(out) + row * width;
-        for (int64_t i = 0; i < width; i += kLanes) {
-            const Vec g = load_first(gate + i, width - i), up = load_first(gate + width + i, width - i);
-            store_first(to + i, g / (splat(1) + exp2(g * minus_log2e)) * up, width - i);
-        }
+        silu_and_mul_row(gate, gate + width, static_cast<T*>(out) + row * width, width);
     });
 }
 

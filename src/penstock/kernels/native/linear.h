@@ -139,8 +139,8 @@ int64_t row_parts(const Linear& layer, int64_t rows, int64_t threads) {
 }
 
 template <class Kernel>
-int64_t panel_bytes(const Linear& layer) {
-    return Kernel::padded_k(layer.in_features) * kPanel * static_cast<int64_t>(sizeof(typename Kernel::Element));
+int64_t panel_bytes(int64_t k) {
+    return Kernel::padded_k(k) * kPanel * static_cast<int64_t>(sizeof(typename Kernel::Element));
 }
 
 template <class Kernel>
@@ -148,34 +148,70 @@ int64_t out_bytes(const Linear& layer) {
     return layer.is_wide ? sizeof(float) : sizeof(typename Kernel::Element);
 }
 
+// Rows of x in the kernel's order, in blocks.
+template <class Kernel>
+struct Blocks {
+    int64_t rows, k, count, height, bytes;  // `bytes` of a block
+    char* packed;                           // 64-byte aligned memory of `size()` bytes, which the owner sets
+
+    Blocks(int64_t rows, int64_t k) : rows(rows), k(k), count(divide_up(rows, Kernel::kRows)), packed(nullptr) {
+        // AMX rows come in whole tiles; elsewhere blocks of equal height waste the least.
+        height = Kernel::kWholeBlocks ? Kernel::kRows : divide_up(rows, count);
+        bytes = Kernel::x_bytes(height, k);
+    }
+    int64_t size() const { return round_up(count * bytes, 64); }
+    int64_t first(int64_t block) const { return block * height; }
+    int64_t height_of(int64_t block) const { return smaller(height, rows - first(block)); }
+    // Packs a block from its rows, which are contiguous.
+    void pack(int64_t block, const void* x) {
+        Kernel::pack_x(static_cast<const typename Kernel::Element*>(x), packed + block * bytes, height_of(block), k);
+    }
+};
+
+// Most rows that a thread packs at a time.
+template <class Kernel>
+int64_t most_rows(int64_t k) {
+    const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, k) / Kernel::kRows;
+    return larger(1, rows_bytes() / row_bytes / Kernel::kRows) * Kernel::kRows;
+}
+
+// Multiplies the rows by one panel. `tile` describes the output and the bias, starting with the first row. If another
+// panel `follows` this one in memory, it is prefetched meanwhile.
+template <class Kernel>
+void multiply_panel(const Blocks<Kernel>& x, const char* weight, bool follows, Tile<typename Kernel::Element> tile) {
+    const int64_t bytes = panel_bytes<Kernel>(x.k);
+    const int64_t share = larger(1, Kernel::kStepBytes / x.count);
+    const int64_t block_share = share * (bytes / Kernel::kStepBytes);
+    char* out = tile.out;
+    tile.weight = weight;
+    tile.k = Kernel::padded_k(x.k);
+    for (int64_t block = 0; block < x.count; ++block) {
+        const bool ahead = follows && block * block_share < bytes;
+        tile.x = x.packed + block * x.bytes;
+        tile.out = out + x.first(block) * tile.out_stride;
+        tile.rows = x.height_of(block);
+        tile.prefetch = Prefetch{weight + bytes + block * block_share, ahead ? share : 0};
+        Kernel::run(tile);
+    }
+}
+
 // Multiplies every panel of `panels` by the rows of x at `x`, which are packed first.
 template <class Kernel>
 void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t rows, Range panels) {
-    const int64_t blocks = divide_up(rows, Kernel::kRows);
-    // AMX rows come in whole tiles; elsewhere blocks of equal height waste the least.
-    const int64_t height = Kernel::kWholeBlocks ? Kernel::kRows : divide_up(rows, blocks);
-    const int64_t block_bytes = Kernel::x_bytes(height, layer.in_features);
-    char* packed = scratch.reserve(blocks * block_bytes);
-    for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t first = block * height;
-        Kernel::pack_x(x + first * layer.in_features, packed + block * block_bytes, smaller(height, rows - first),
-                       layer.in_features);
-    }
-    const int64_t bytes = panel_bytes<Kernel>(layer), out_size = out_bytes<Kernel>(layer);
-    const int64_t share = larger(1, Kernel::kStepBytes / blocks);
-    const int64_t block_share = share * (bytes / Kernel::kStepBytes);
+    Blocks<Kernel> blocks(rows, layer.in_features);
+    blocks.packed = scratch.reserve(blocks.size());
+    for (int64_t block = 0; block < blocks.count; ++block)
+        blocks.pack(block, x + blocks.first(block) * layer.in_features);
+    const int64_t bytes = panel_bytes<Kernel>(layer.in_features), out_size = out_bytes<Kernel>(layer);
+    Tile<typename Kernel::Element> tile{};
+    tile.out_stride = layer.out_features * out_size;
+    tile.is_wide = layer.is_wide != 0;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-        const char* weight = layer.weight + panel * bytes;
         const int64_t column = panel * kPanel;
-        for (int64_t block = 0; block < blocks; ++block) {
-            const int64_t first = block * height;
-            const bool ahead = panel + 1 < panels.end && block * block_share < bytes;
-            Kernel::run({packed + block * block_bytes, weight, layer.bias ? layer.bias + column : nullptr,
-                         out + (first * layer.out_features + column) * out_size, layer.out_features * out_size,
-                         layer.is_wide != 0, smaller(height, rows - first),
-                         smaller(kPanel, layer.out_features - column), Kernel::padded_k(layer.in_features),
-                         Prefetch{weight + bytes + block * block_share, ahead ? share : 0}});
-        }
+        tile.bias = layer.bias ? layer.bias + column : nullptr;
+        tile.out = out + column * out_size;
+        tile.columns = smaller(kPanel, layer.out_features - column);
+        multiply_panel(blocks, layer.weight + panel * bytes, panel + 1 < panels.end, tile);
     }
 }
 
@@ -186,8 +222,7 @@ void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, 
     const int64_t parts = row_parts(layer, rows, threads);
     const Range panels = part_of(divide_up(layer.out_features, kPanel), thread % (threads / parts), threads / parts);
     const Range mine = part_of(divide_up(rows, Kernel::kRows), thread / (threads / parts), parts);
-    const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, layer.in_features) / Kernel::kRows;
-    const int64_t most = larger(1, rows_bytes() / row_bytes / Kernel::kRows) * Kernel::kRows;
+    const int64_t most = most_rows<Kernel>(layer.in_features);
     typename Kernel::Session session(rows);
     for (int64_t first = mine.begin * Kernel::kRows; first < smaller(rows, mine.end * Kernel::kRows); first += most) {
         const int64_t count = smaller(most, smaller(rows, mine.end * Kernel::kRows) - first);
@@ -242,7 +277,7 @@ void multiply_heads(const Linear& layer, int64_t heads, const void* x, void* out
 template <class Kernel>
 void pack(const Linear& layer, const void* weight, int64_t threads) {
     using Element = typename Kernel::Element;
-    const int64_t bytes = panel_bytes<Kernel>(layer);
+    const int64_t bytes = panel_bytes<Kernel>(layer.in_features);
     run_parts(threads, threads, [&](int64_t part) {
         const Range panels = part_of(divide_up(layer.out_features, kPanel), part, threads);
         for (int64_t panel = panels.begin; panel < panels.end; ++panel) {

@@ -1,0 +1,35 @@
+// Gated activations of a row: gate [width] and up [width] -> out [width], float32 throughout, rounded to T once.
+#pragma once
+
+#include "vec.h"
+
+namespace penstock::ISA {
+namespace {
+
+inline Vec sigmoid_denominator(Vec x) { return splat(1) + exp2(x * splat(-1.44269504f)); }
+
+// silu(gate) * up (kernels/silu_and_mul.py).
+template <class T>
+void silu_and_mul_row(const T* gate, const T* up, T* out, int64_t width) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const Vec g = load_first(gate + i, width - i), u = load_first(up + i, width - i);
+        store_first(out + i, g / sigmoid_denominator(g) * u, width - i);
+    }
+}
+
+// gpt-oss' activation (clamped_swiglu in kernels/experts.py).
+template <class T>
+void clamped_swiglu_row(const T* gate, const T* up, T* out, int64_t width) {
+    constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+    const Vec zero = splat(0), limit = splat(kLimit);
+    for (int64_t i = 0; i < width; i += kLanes) {
+        // The smaller of two is minus the larger of their negatives. A NaN stays one in `larger` as its second operand.
+        const Vec g = zero - larger(zero - limit, zero - load_first(gate + i, width - i));
+        const Vec low = zero - larger(zero - limit, zero - load_first(up + i, width - i));
+        const Vec u = larger(zero - limit, low);
+        store_first(out + i, (u + splat(1)) * (g / sigmoid_denominator(g * splat(kAlpha))), width - i);
+    }
+}
+
+}  // namespace
+}  // namespace penstock::ISA
