@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.linear import PackedHeads, PackedLinear
+from penstock.kernels.heads_linear import PackedHeads
+from penstock.kernels.linear import PackedLinear
 from tests.grids import grid
 
 ISAS = (*native.instruction_sets(), "torch")

@@ -186,7 +186,7 @@ def make_experts(
     return NativeExperts(native, shape, has_biases)
 
 
-class _Descriptor(ctypes.Structure):
+class ExpertsDescriptor(ctypes.Structure):
     """`Experts` in native/experts.cpp."""
 
     _fields_ = (
@@ -216,7 +216,7 @@ class NativeExperts:
         if has_biases:
             sizes = (2 * shape.own_inner, shape.out_features)
             self._biases = Biases(*(torch.zeros((shape.num_slots, size)) for size in sizes))
-        self._descriptor = _Descriptor(
+        self._descriptor = ExpertsDescriptor(
             self._gate_up.address,
             self._down.address,
             self._biases and self._biases.gate_up.data_ptr(),

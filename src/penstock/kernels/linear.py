@@ -72,37 +72,6 @@ class PackedLinear:
             self._into(x, out)
 
 
-class PackedHeads:
-    """Multiplies each head's rows by the head's own weight, of [heads, out_features, in_features]; else as
-    `PackedLinear`, and every output has the bits that a layer of its head alone would give it.
-    """
-
-    def __init__(self, weight: torch.Tensor, library: Callable[[], NativeLibrary | None] = library) -> None:
-        if weight.dtype not in DTYPE_CODES:
-            raise TypeError(f"a linear layer's weight is bfloat16, float16 or float32, not {weight.dtype}")
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        weight = weight.detach().contiguous()
-        native = library()
-        self._into: _NativeHeads | _TorchHeads = _TorchHeads(weight) if native is None else _NativeHeads(native, weight)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[heads, rows, in_features] -> [heads, rows, out_features], both contiguous."""
-        heads, out_features, in_features = self.shape
-        assert x.dtype == self.dtype and x.is_contiguous(), f"{x.dtype} with strides {x.stride()} by {self.dtype}"
-        assert (len(x), x.shape[2]) == (heads, in_features), f"{tuple(x.shape)} for {tuple(self.shape)}"
-        out = x.new_empty((heads, x.shape[1], out_features))
-        if x.shape[1]:
-            self._into(x, out)
-        return out
-
-    def dense_weight(self) -> torch.Tensor:
-        """Returns a copy of the packed weight, in which denormal numbers may be zero."""
-        heads, _, in_features = self.shape
-        identity = torch.eye(in_features, dtype=self.dtype).expand(heads, -1, -1)
-        return self(identity.contiguous()).transpose(1, 2).contiguous()
-
-
 class _Descriptor(ctypes.Structure):
     """`Linear` in native/linear.h."""
 
@@ -170,33 +139,6 @@ class _NativeLinear:
 
     def dense_weight(self) -> torch.Tensor:
         return self._packed.dense_weight()
-
-
-class _NativeHeads:
-    def __init__(self, native: NativeLibrary, weight: torch.Tensor) -> None:
-        self._run = native.function("linear_heads", "pnppnn")
-        heads, out_features, in_features = weight.shape
-        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype], 0)
-        self._heads, self._descriptor, self._address = heads, descriptor, ctypes.addressof(descriptor)
-        num_bytes = native.function("linear_packed_bytes", "p", "n")(self._address)
-        self._packed = aligned_bytes(heads * num_bytes)
-        pack = native.function("linear_pack", "ppn")
-        for head in range(heads):
-            descriptor.weight = self._packed.data_ptr() + head * num_bytes
-            pack(self._address, weight[head].data_ptr(), num_threads())
-        descriptor.weight = self._packed.data_ptr()
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._run(self._address, self._heads, x.data_ptr(), out.data_ptr(), x.shape[1], num_threads())
-
-
-class _TorchHeads:
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._heads = [_TorchLinear(each, None, weight.dtype) for each in weight]
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        for head, own_x, own_out in zip(self._heads, x, out, strict=True):
-            head(own_x, own_out)
 
 
 class _TorchLinear:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.linear import PackedHeads, PackedLinear
+from penstock.kernels.heads_linear import PackedHeads
+from penstock.kernels.linear import PackedLinear
 from penstock.parallel.groups import TensorGroup
 from penstock.parallel.topology import Share
 

@@ -14,13 +14,6 @@ PENSTOCK_EXPORT(void, linear_pack)(const Linear* layer, const void* weight, int6
     with_kernel(layer->dtype, [&](auto kernel) { pack<decltype(kernel)>(*layer, weight, threads); });
 }
 
-// out [heads, rows, out_features] = x [heads, rows, in_features] @ weight [heads, out_features, in_features].T; the
-// packed weights of the heads follow one another.
-PENSTOCK_EXPORT(void, linear_heads)
-(const Linear* layer, int64_t heads, const void* x, void* out, int64_t rows, int64_t threads) {
-    with_kernel(*layer, [&](auto kernel) { multiply_heads<decltype(kernel)>(*layer, heads, x, out, rows, threads); });
-}
-
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
 PENSTOCK_EXPORT(void, linear)(const Linear* layer, const void* x, void* out, int64_t rows, int64_t threads) {
     with_kernel(layer->dtype, [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });

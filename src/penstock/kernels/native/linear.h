@@ -254,25 +254,6 @@ void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64
     run_parts(parts, threads, [&](int64_t part) { multiply_part<Kernel>(layer, x, out, rows, part, parts); });
 }
 
-// As many products of one shape as there are heads, one after the other in memory, each with its own weight.
-template <class Kernel>
-void multiply_heads(const Linear& layer, int64_t heads, const void* x, void* out, int64_t rows, int64_t threads) {
-    const int64_t x_bytes = rows * layer.in_features * static_cast<int64_t>(sizeof(typename Kernel::Element));
-    const int64_t out_size = rows * layer.out_features * out_bytes<Kernel>(layer);
-    const int64_t weight_bytes = panel_bytes<Kernel>(layer) * divide_up(layer.out_features, kPanel);
-    Linear all = layer;
-    all.out_features *= heads;
-    threads = useful_threads(all, rows, threads);
-    const int64_t parts = heads < threads * kPartsPerThread ? threads : 1;
-    run_parts(heads * parts, threads, [&](int64_t part) {
-        const int64_t head = part / parts;
-        Linear own = layer;
-        own.weight += head * weight_bytes;
-        multiply_part<Kernel>(own, static_cast<const char*>(x) + head * x_bytes,
-                              static_cast<char*>(out) + head * out_size, rows, part % parts, parts);
-    });
-}
-
 // Writes the packed form of `weight` [out_features, in_features] where `layer.weight` points.
 template <class Kernel>
 void pack(const Linear& layer, const void* weight, int64_t threads) {
