@@ -44,7 +44,7 @@ BUDGETS = {
     "tokenizer": 338,
     "utils": 556,
     "verify": 773,
-    "worker": 568,
+    "worker": 570,
 }
 # A folder that has shrunk by more than this needs a smaller budget, so that it cannot grow again unnoticed.
 SLACK = 60

@@ -54,6 +54,8 @@ def load_worker(message: LoadWorker) -> LoadedWorker:
     """
     logging.configure(env.log_level())
     config, shard = choose_device(message.config), message.shard
+    if not config.model.path.is_dir():
+        raise ConfigError(f"there is no folder {str(config.model.path)!r} on the host of rank {shard}")
     if config.kv_transfer is not None:
         import_connector(config.kv_transfer)
     parts = make_parts(torch.device(config.device))
