@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock import LLM
-from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.config.engine import EngineArgs, SchedulerConfig, resolve
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.scheduler import Scheduler
 from penstock.engine.core_messages import CODEC
@@ -155,7 +155,7 @@ def behind_the_seam(num_rounds: int) -> None:
     program = (__file__, "--worker")
     for batch in BATCHES:
         max_tokens = (num_rounds + 1) * STEPS_PER_ROUND
-        there = start_worker(LoadWorker(EngineArgs(), (0, 0)), program)
+        there = start_worker(LoadWorker(resolve(EngineArgs()), (0, 0)), program)
         cores = {"here": make_core(1, batch, max_tokens), "there": make_core(1, batch, max_tokens, there)}
         times: dict[str, list[float]] = {name: [] for name in cores}
         for core in cores.values():

@@ -57,4 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from penstock.engine import build
         from penstock.executor.factory import make_executor
 
-        build.make_executor = lambda args: make_executor(replace(args, distributed_executor_backend="mp"))
+        build.make_executor = lambda config: make_executor(
+            replace(config, parallel=replace(config.parallel, backend="mp"))
+        )

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.config.kv_transfer import KVTransferConfig
 from penstock.core.request import Request
 from penstock.core.step_plan import StepPlan
 from penstock.engine import core_messages
@@ -70,20 +69,6 @@ _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     np.ndarray: _ARRAYS,
     SamplingParams: _PARAMS,
     Any: _JSON,
-    # Its fields have limits, which decoding checks.
-    KVTransferConfig: st.builds(
-        KVTransferConfig,
-        kv_connector=st.text(min_size=1),
-        kv_role=st.sampled_from(("kv_both", "kv_producer", "kv_consumer")),
-        engine_id=st.text(min_size=1, max_size=128),
-        kv_load_failure_policy=st.sampled_from(("recompute", "fail")),
-        kv_load_timeout=st.floats(0.001, 3600),
-        kv_ip=st.text(),
-        kv_port=st.integers(0, 65535),
-        kv_connector_module_path=st.none() | st.text(min_size=1),
-        kv_connector_extra_config=st.dictionaries(st.text(), _JSON, max_size=2),
-        keys_without_effect=st.lists(st.text(), max_size=2).map(tuple),
-    ),
 }
 
 
@@ -94,6 +79,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return _LEAVES[hint]
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values_of, args))
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin is tuple:
         if args[-1] is Ellipsis:
             return st.lists(values_of(args[0]), max_size=2).map(tuple)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
+from penstock.config.engine import EngineArgs, EngineConfig, resolve
+from penstock.config.model import read_model_json
+from penstock.config.model_path import resolve_model_path
+from penstock.frontend import async_llm
+from penstock.frontend import llm as llm_module
 from penstock.messages.outputs import RequestOutput
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError
 
@@ -51,6 +59,31 @@ async def last(engine: AsyncLLM, prompt: Any = STORY, params: SamplingParams = G
     states = [output async for output in engine.generate(prompt, params, **options)]
     assert states[-1].finished
     return states[-1]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_a_start_resolves_the_configuration_once(
+    kind: type[LLM | AsyncLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two ranks in processes of their own, and for `AsyncLLM` the engine core too: after the first resolution the
+    checkpoint's configuration changes to one that is refused.
+    """
+    folder = shutil.copytree(resolve_model_path("demo"), tmp_path / "model")
+
+    def resolve_once(args: EngineArgs) -> EngineConfig:
+        config = resolve(args)
+        refused = {**read_model_json(folder), "quantization_config": {"bits": 4}}
+        (folder / "config.json").write_text(json.dumps(refused), encoding="utf-8")
+        return config
+
+    monkeypatch.setattr(llm_module if kind is LLM else async_llm, "resolve", resolve_once)
+    arguments: dict[str, Any] = {"model": str(folder), "tensor_parallel_size": 2, "max_model_len": 64}
+    engine = LLM(**arguments) if kind is LLM else run(AsyncLLM.start(**arguments))
+    stopping = engine.shutdown()
+    if stopping is not None:
+        run(stopping)
+    with pytest.raises(ConfigError, match="is quantized"):
+        resolve(EngineArgs(**arguments))
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams, StructuredOutputsParams
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.executor.executor import Executor
 from penstock.executor.remote import start_worker
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -100,7 +100,7 @@ def test_no_process_is_left_behind() -> None:
 
 @pytest.fixture
 def executor() -> Iterator[Executor]:
-    made = Executor([start_worker(LoadWorker(EngineArgs(max_model_len=64), (0, 0)))])
+    made = Executor([start_worker(LoadWorker(resolve(EngineArgs(max_model_len=64)), (0, 0)))])
     made.load()
     yield made
     made.shutdown()
@@ -193,7 +193,7 @@ connection.sendall(CODEC.encode(ModelRunnerOutput()))
 @pytest.mark.timeout(60)
 def test_a_plan_and_an_answer_larger_than_the_socket_buffers_do_not_deadlock() -> None:
     """A worker that is sending does not read; both messages are larger than a socket's buffers."""
-    worker = start_worker(LoadWorker(EngineArgs(), (0, 0)), ("-c", ANSWERS_FIRST))
+    worker = start_worker(LoadWorker(resolve(EngineArgs()), (0, 0)), ("-c", ANSWERS_FIRST))
     worker.execute_model(SchedulerOutput(step=1, finished_request_ids=frozenset({"y" * (32 << 20)})))
     pending = worker.sample_tokens(None)
     assert len(pending.result().failed_requests["answer"]) == 32 << 20

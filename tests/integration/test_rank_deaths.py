@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.executor.executor import Executor
 from penstock.executor.remote import start_worker
 from penstock.messages.scheduler_output import SchedulerOutput
@@ -174,7 +174,7 @@ def executor_of(folder: Path, *programs: str) -> Iterator[Executor]:
     """Starts ranks that run these programs; the file `failed` exists once one of them has failed."""
     command = [("-c", program, str(folder / "failed")) for program in programs]
     ranks = zip(shards(1, len(programs)), command, strict=True)
-    executor = Executor([start_worker(LoadWorker(EngineArgs(), shard), program) for shard, program in ranks])
+    executor = Executor([start_worker(LoadWorker(resolve(EngineArgs()), shard), program) for shard, program in ranks])
     try:
         yield executor
     finally:

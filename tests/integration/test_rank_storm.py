@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.engine.build import build_engine
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ def request(number: int, name: str) -> EngineRequest:
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[int]]:
     """The output of each kind of request run alone on one rank."""
-    core = build_engine(EngineArgs.from_kwargs(**ARGUMENTS)).core
+    core = build_engine(resolve(EngineArgs.from_kwargs(**ARGUMENTS))).core
     found: dict[int, list[int]] = {}
     for kind in range(NUM_PROMPTS):
         core.add_request(request(kind, str(kind)))
@@ -59,7 +59,7 @@ def alone() -> dict[int, list[int]]:
 def storm(alone: Mapping[int, list[int]], num_steps: int, arguments: dict[str, Any]) -> tuple[int, int, int]:
     """Runs random requests; returns the numbers of ended requests, aborted requests and preemptions."""
     rng = random.Random(str(arguments))
-    core = build_engine(EngineArgs.from_kwargs(**{**ARGUMENTS, **arguments})).core
+    core = build_engine(resolve(EngineArgs.from_kwargs(**{**ARGUMENTS, **arguments}))).core
     running: dict[str, int] = {}
     tokens: dict[str, list[int]] = {}
     num_added = num_ended = num_aborted = 0

@@ -138,12 +138,10 @@ def test_the_order_of_differences(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_config = soak_module.make_config
-
     class OnGpu:
         device = "cuda"
 
-    monkeypatch.setattr(soak_module, "make_config", lambda args: OnGpu() if args else make_config(args))
+    monkeypatch.setattr(soak_module, "choose_device", lambda config: OnGpu())
     with pytest.raises(ConfigError, match="add --device cpu"):
         run("penstock.verify.soak_run")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.core import request
 from penstock.core.scheduler import Scheduler
 from penstock.kernels.prepare_inputs import TokenInputs
@@ -24,7 +24,7 @@ from penstock.verify import matrix
 from penstock.verify.matrix import RowResult, verify
 from penstock.verify.rows import Row, make_rows
 from penstock.verify.workload import Case
-from penstock.worker.parts import make_config
+from penstock.worker.parts import choose_device
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
@@ -58,7 +58,7 @@ def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rows_of_a_gpu() -> None:
     """There identical tokens need `deterministic`, and there are rows with graphs."""
     args = EngineArgs()
-    config = make_config(args)
+    config = choose_device(resolve(args))
     case = Case(
         "",
         EngineRequest(

@@ -54,8 +54,7 @@ def served(engine_args: dict[str, Any]) -> list[str]:
     import numpy as np
 
     from penstock import LLM, SamplingParams
-    from penstock.config.engine import resolve
-    from penstock.engine import build
+    from penstock.config.engine import EngineConfig
     from penstock.runner.gpu.ahead import dry_run
     from penstock.runner.gpu.sampling.outputs import CopiedOutput
     from penstock.runner.outputs import SampledArrays, make_output
@@ -68,10 +67,9 @@ def served(engine_args: dict[str, Any]) -> list[str]:
         return make_output(host, SampledArrays(tokens, verdicts, nothing, host.num_drafts))
 
     CopiedOutput.result = result
-    make_config = worker_module.make_config
-    worker_module.make_config = lambda args: replace(make_config(args), device="meta")
     worker_module.arithmetic = lambda config: "without a device"
-    build.resolve = lambda args, device: replace(resolve(args, "cpu"), device=device)
+    on_device = EngineConfig.on_device
+    EngineConfig.on_device = lambda config, device: replace(on_device(config, "cpu"), device="meta")
     found: list[str] = []
     kinds = ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.8, "top_k": 5, "seed": 1})
     with dry_run(CAPABILITY, found.append):
@@ -161,10 +159,9 @@ def reads() -> dict[str, Any]:
 
 
 def _config(engine_args: dict[str, Any]) -> Any:
-    from penstock.config.engine import EngineArgs
-    from penstock.worker.parts import make_config
+    from penstock.config.engine import EngineArgs, resolve
 
-    return replace(make_config(EngineArgs(device="cpu", **LIMITS, **engine_args)), device="cuda")
+    return replace(resolve(EngineArgs(**LIMITS, **engine_args)).on_device("cpu"), device="cuda")
 
 
 if __name__ == "__main__":

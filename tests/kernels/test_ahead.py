@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
-from penstock.worker.parts import make_config
 from tests.grids import exhaustive
 from tests.kernels.ahead_cases import in_a_new_process
 
@@ -81,7 +80,7 @@ def test_a_variant_is_claimed_by_one_process(tmp_path: Path) -> None:
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_ahead, "compiling", None)
-    config = make_config(EngineArgs(device="cpu"))
+    config = resolve(EngineArgs()).on_device("cpu")
     with compile_ahead.compiling_ahead(config, cpu_parts().compute_capability) as wait:
         wait()
 
@@ -93,7 +92,7 @@ def test_a_failure_is_reported_and_the_engine_continues(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     # In the interpreter there is nothing to compile, which the processes report as an error.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    config = make_config(EngineArgs(device="cpu"))
+    config = resolve(EngineArgs()).on_device("cpu")
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)
     for _ in range(2):
         with compile_ahead.compiling(config, 90, 1) as wait:
@@ -105,7 +104,7 @@ def test_a_failure_is_reported_and_the_engine_continues(
 def test_a_complete_cache_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_ahead, "_wait", lambda processes, claims: True)
-    config = make_config(EngineArgs(device="cpu"))
+    config = resolve(EngineArgs()).on_device("cpu")
     with compile_ahead.compiling(config, 90, 0) as wait:
         wait()
     monkeypatch.setattr(compile_ahead, "_wait", None)

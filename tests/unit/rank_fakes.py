@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.tensor_rows import TensorRows
 from penstock.utils.math import interval
 from penstock.worker.messages import WorkerFacts
-from penstock.worker.parts import make_config
 
 NUM_HEADS = 4
 HEAD_SIZE = 8
@@ -91,5 +90,5 @@ def make_facts(
 
 def make_engine_config(**given: int | str) -> EngineConfig:
     """Returns the configuration of the built-in model; planning uses only its limits."""
-    args = {"device": "cpu", "max_model_len": 64, "max_num_batched_tokens": 64, **given}
-    return make_config(EngineArgs(**args))  # pyright: ignore[reportArgumentType]
+    args = {"max_model_len": 64, "max_num_batched_tokens": 64, **given}
+    return resolve(EngineArgs(**args)).on_device("cpu")  # pyright: ignore[reportArgumentType]

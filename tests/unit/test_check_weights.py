@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.engine.build import build_engine
 from penstock.kernels import native
 from penstock.kernels.experts import ExpertsShape, make_experts
@@ -71,10 +71,10 @@ def test_an_engine_checks_its_weights_with_check_weights(monkeypatch: pytest.Mon
             spoil(self, weight)
 
     monkeypatch.setattr(PackedLinear, "__init__", faulty)
-    build_engine(EngineArgs()).core.shutdown()
+    build_engine(resolve(EngineArgs())).core.shutdown()
     made.clear()
     with pytest.raises(ConfigError, match=r"in memory of model.layers.1.self_attn.o_proj are not those that were read"):
-        build_engine(EngineArgs(check_weights=True))
+        build_engine(resolve(EngineArgs(check_weights=True)))
     made.append(made[0])
-    build_engine(EngineArgs(check_weights=True)).core.shutdown()
+    build_engine(resolve(EngineArgs(check_weights=True))).core.shutdown()
     assert len(made) > 20, "the tied head, too, is among the layers"

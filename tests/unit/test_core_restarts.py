@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.replicas import CorePlan
 from penstock.frontend import core_restarts
 from penstock.frontend.core_restarts import RECOVERED_SECONDS, RestartingCore
@@ -51,10 +51,10 @@ class World:
         self.heard: list[object] = []
         monkeypatch.setattr(core_restarts.CoreClient, "start", self._start)
         monkeypatch.setattr(RestartingCore, "_pause", self._pause)
-        self.owner = RestartingCore(CorePlan(EngineArgs()), self.cores[0], max_restarts, self.clock)  # pyright: ignore
+        self.owner = RestartingCore(CorePlan(resolve(EngineArgs())), self.cores[0], max_restarts, self.clock)  # pyright: ignore
         self.owner.set_handler(self.heard.append)
 
-    async def _start(self, _: EngineArgs) -> FakeCore:
+    async def _start(self, _: CorePlan) -> FakeCore:
         assert self.cores[-1].is_shut_down, "its memory must be free before another one starts"
         self.cores.append(FakeCore(self.failures.pop(0) if self.failures else None))
         return self.cores[-1]
@@ -160,7 +160,7 @@ async def test_a_death_before_the_handler_is_set_is_reported(monkeypatch: pytest
     world = World(monkeypatch, max_restarts=0)
     core = FakeCore()
     core.die("too early")
-    owner = RestartingCore(CorePlan(EngineArgs()), core, 0, world.clock)  # pyright: ignore
+    owner = RestartingCore(CorePlan(resolve(EngineArgs())), core, 0, world.clock)  # pyright: ignore
     owner.set_handler(world.heard.append)
     assert owner.died.is_set()
     assert str(world.heard[-1]) == "too early"

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import tokenizers
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.frontend.detokenizer import Detokenizer
 from penstock.messages.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
-from penstock.worker.parts import make_config
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    config = make_config(EngineArgs())
+    config = resolve(EngineArgs())
     return Tokenizer(config.model.path, config.model.vocab_size)
 
 

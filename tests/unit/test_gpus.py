@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.gpus import gpus_of_ranks
+from penstock.config.parallel import ParallelConfig
 from penstock.config.replicas import core_plans
 from penstock.executor import factory
 from penstock.executor.remote import start_worker
@@ -28,8 +29,7 @@ from penstock.worker.messages import LoadWorker
     ],
 )
 def test_each_rank_has_a_gpu_of_its_own(device: str, visible: str | None, count: int, wanted: list[str]) -> None:
-    args = EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=2, device=device)
-    assert gpus_of_ranks(args, visible, lambda: count) == wanted
+    assert gpus_of_ranks(device, ParallelConfig(tp=2, pp=2, backend="mp"), visible, lambda: count) == wanted
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,13 @@ def test_each_rank_has_a_gpu_of_its_own(device: str, visible: str | None, count:
     ],
 )
 def test_too_few_gpus_are_refused(device: str, visible: str | None, count: int, found: str) -> None:
-    args = EngineArgs(tensor_parallel_size=2, device=device)
     with pytest.raises(ConfigError, match=f"2 ranks need 2 GPUs, and {found} lower .* or set device=cpu"):
-        gpus_of_ranks(args, visible, lambda: count)
+        gpus_of_ranks(device, ParallelConfig(tp=2, backend="mp"), visible, lambda: count)
 
 
 def test_several_ranks_on_gpus_need_processes() -> None:
-    args = EngineArgs(tensor_parallel_size=2, device="cuda", distributed_executor_backend="uniproc")
     with pytest.raises(ConfigError, match=r"2 ranks on GPUs need a process each.*uniproc.*choose mp or ray"):
-        gpus_of_ranks(args, None, lambda: 2)
+        gpus_of_ranks("cuda", ParallelConfig(tp=2, backend="uniproc"), None, lambda: 2)
 
 
 @pytest.fixture
@@ -78,7 +76,7 @@ def test_each_rank_starts_with_one_gpu(
     device: str, started: list[tuple[LoadWorker, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2,0")
-    factory.make_executor(EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=2, device=device))
+    factory.make_executor(resolve(EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=2, device=device)))
     assert [(load.shard, own) for load, own in started] == [
         ((0, 0), {"CUDA_VISIBLE_DEVICES": "3"}),
         ((0, 1), {"CUDA_VISIBLE_DEVICES": "1"}),
@@ -94,16 +92,16 @@ def test_each_rank_starts_with_one_gpu(
 def test_the_ranks_of_each_replica_divide_its_own_gpus(
     started: list[tuple[LoadWorker, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = core_plans(EngineArgs(data_parallel_size=2, tensor_parallel_size=2, device="cuda"), "6,4,2,0")
+    plans = core_plans(resolve(EngineArgs(data_parallel_size=2, tensor_parallel_size=2, device="cuda")), "6,4,2,0")
     for plan in plans:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", plan.environment["CUDA_VISIBLE_DEVICES"])
-        factory.make_executor(plan.args)
+        factory.make_executor(plan.config)
     assert [own["CUDA_VISIBLE_DEVICES"] for _, own in started] == ["6", "4", "2", "0"]
 
 
 def test_no_rank_is_started_if_gpus_are_missing(started: list[tuple[LoadWorker, dict[str, str]]]) -> None:
     with pytest.raises(ConfigError, match="8 ranks need 8 GPUs"):
-        factory.make_executor(EngineArgs(tensor_parallel_size=8, device="cuda"))
+        factory.make_executor(resolve(EngineArgs(tensor_parallel_size=4, pipeline_parallel_size=2, device="cuda")))
     assert not started
 
 
@@ -119,7 +117,9 @@ connection.sendall(CODEC.encode(Failed(os.environ["CUDA_VISIBLE_DEVICES"] + os.e
 def test_a_worker_inherits_the_environment_but_sees_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setenv("PATH", "/the/path")
-    worker = start_worker(LoadWorker(EngineArgs(), (0, 0)), ("-c", REPORTS_ITS_GPUS), {"CUDA_VISIBLE_DEVICES": "2"})
+    worker = start_worker(
+        LoadWorker(resolve(EngineArgs()), (0, 0)), ("-c", REPORTS_ITS_GPUS), {"CUDA_VISIBLE_DEVICES": "2"}
+    )
     with pytest.raises(EngineDeadError, match="2/the/path"):
         worker.load().result()
     worker.shutdown()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock import LLM
-from penstock.config.engine import CacheConfig, EngineArgs
+from penstock.config.engine import CacheConfig, EngineArgs, resolve
 from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.engine import build
 from penstock.engine.cache_plan import num_blocks_in_budget
@@ -21,7 +21,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
 from penstock.worker import load, memory_profile, worker
 from penstock.worker.memory_profile import memory_budget, run_largest_steps
-from penstock.worker.parts import make_config, make_parts
+from penstock.worker.parts import make_parts
 from penstock.worker.synthetic_steps import KINDS
 
 GIB = 1 << 30
@@ -110,10 +110,8 @@ def test_the_largest_steps(speculative: dict[str, Any] | None, monkeypatch: pyte
         execute_model(self, plan)
 
     monkeypatch.setattr(ModelRunner, "execute_model", watched)
-    args = EngineArgs(
-        device="cpu", max_num_batched_tokens=50, max_num_seqs=20, max_model_len=40, speculative_config=speculative
-    )
-    config = make_config(args)
+    args = EngineArgs(max_num_batched_tokens=50, max_num_seqs=20, max_model_len=40, speculative_config=speculative)
+    config = resolve(args).on_device("cpu")
     loaded = load.load_model(config, PARTS)
     groups = group_layers(loaded.model.kv_cache_specs)
     cache = KVCacheConfig(1, 16, groups, attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead))
@@ -175,7 +173,7 @@ def test_a_cache_larger_than_the_memory_is_refused(given: dict[str, Any], messag
 
 def test_a_largest_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "run_largest_steps", raise_out_of_memory)
-    config = make_config(EngineArgs(device="cpu", max_num_batched_tokens=64, max_num_seqs=20))
+    config = resolve(EngineArgs(max_num_batched_tokens=64, max_num_seqs=20)).on_device("cpu")
     loaded = load.load_model(config, PARTS)
     cache = KVCacheConfig(1, 16, group_layers(loaded.model.kv_cache_specs))
     with pytest.raises(ConfigError, match="lower max_num_batched_tokens from 64 to 32 or max_num_seqs from 20 to 10"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.executor.remote import RemoteWorker
 from penstock.messages.scheduler_output import NO_GRAMMARS, SchedulerOutput
 from penstock.utils.wire import FrameReader
@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[RemoteWorker, socket.socket]]:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     with ours, theirs:
-        yield RemoteWorker(LoadWorker(EngineArgs(), (0, 0)), ours, NoProcess()), theirs
+        yield RemoteWorker(LoadWorker(resolve(EngineArgs()), (0, 0)), ours, NoProcess()), theirs
 
 
 def test_a_step_without_grammars_wakes_the_worker_once(ends: tuple[RemoteWorker, socket.socket]) -> None:

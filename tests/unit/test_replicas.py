@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
-from penstock.config.engine import EngineArgs, SchedulerConfig, resolve
-from penstock.config.model_path import localise
+from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
+from penstock.config.kv_transfer import KVTransferConfig
 from penstock.config.replicas import core_plans
 from penstock.engine.core_messages import Ready
 from penstock.frontend.core_restarts import RestartingCore
@@ -204,30 +204,38 @@ def test_blocks_of_other_salts_other_media_and_windows_do_not_count() -> None:
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="data_parallel_policy must be one of least-loaded, prefix-aware, got 'best'"):
-        core_plans(EngineArgs(data_parallel_policy="best"), None)
+        resolve(EngineArgs(data_parallel_policy="best"))
 
 
 def test_prefix_aware_needs_a_prefix_cache() -> None:
     args = EngineArgs(data_parallel_size=2, data_parallel_policy="prefix-aware", enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
-        resolve(localise(args), "cpu")
+        resolve(args)
 
 
 @pytest.mark.parametrize(
     ("policy", "size", "wanted"), [("least-loaded", 2, False), ("prefix-aware", 1, False), ("prefix-aware", 2, True)]
 )
 def test_cores_report_cached_blocks_only_if_placement_uses_them(policy: str, size: int, wanted: bool) -> None:
-    args = EngineArgs(data_parallel_size=size, data_parallel_policy=policy)
-    assert resolve(localise(args), "cpu").is_prefix_aware is wanted
+    assert resolve(EngineArgs(data_parallel_size=size, data_parallel_policy=policy)).is_prefix_aware is wanted
 
 
-# ---- Arguments of each core ----
+# ---- The configuration of each core ----
 
 
-def test_one_core_keeps_its_arguments() -> None:
-    args = EngineArgs(kv_transfer_config='{"kv_connector": "P2PConnector", "kv_port": 5600}')
-    (plan,) = core_plans(args, None)
-    assert plan.args is args
+def configs_of_two(transfer: Any = None, events: Any = None) -> list[EngineConfig]:
+    args = EngineArgs(data_parallel_size=2, kv_transfer_config=transfer, kv_events_config=events)
+    return [plan.config for plan in core_plans(resolve(args), None)]
+
+
+def transfers_of_two(transfer: Any) -> list[KVTransferConfig]:
+    return [cast("KVTransferConfig", config.kv_transfer) for config in configs_of_two(transfer)]
+
+
+def test_one_core_keeps_its_configuration() -> None:
+    config = resolve(EngineArgs(kv_transfer_config='{"kv_connector": "P2PConnector", "kv_port": 5600}'))
+    (plan,) = core_plans(config, None)
+    assert plan.config is config
     assert not plan.environment
 
 
@@ -239,64 +247,79 @@ def test_ports_and_names_differ_from_core_to_core() -> None:
         "kv_connector_extra_config": {"bootstrap_port": 8998},
     }
     events = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "ipc:///tmp/e"}
-    args = EngineArgs(data_parallel_size=2, kv_transfer_config=json.dumps(transfer), kv_events_config=events)
-    plans = core_plans(args, None)
-    transfers = [cast("dict[str, Any]", plan.args.kv_transfer_config) for plan in plans]
-    assert [each["kv_port"] for each in transfers] == [5600, 5601]
-    assert [each["kv_connector_extra_config"]["bootstrap_port"] for each in transfers] == [8998, 8999]
-    assert len({each["engine_id"] for each in transfers}) == 2
-    published = [cast("dict[str, Any]", plan.args.kv_events_config) for plan in plans]
-    assert [each["endpoint"] for each in published] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
-    assert len({each["replay_endpoint"] for each in published}) == 2
+    configs = configs_of_two(json.dumps(transfer), events)
+    transfers = [cast("KVTransferConfig", config.kv_transfer) for config in configs]
+    assert [each.kv_port for each in transfers] == [5600, 5601]
+    assert [each.kv_connector_extra_config["bootstrap_port"] for each in transfers] == [8998, 8999]
+    assert [each.engine_id for each in transfers] == ["decode-0", "decode-1"]
+    published = [config.kv_events for config in configs]
+    assert [each.endpoint for each in published] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
+    assert len({each.replay_endpoint for each in published}) == 2
 
 
 @pytest.mark.parametrize("extra", [{}, {"kv_connector_extra_config": {"transport": "sockets"}}])
 def test_the_default_bootstrap_port_differs_from_core_to_core(extra: dict[str, Any]) -> None:
-    transfer = {"kv_connector": "MooncakeConnector", **extra}
-    plans = core_plans(EngineArgs(data_parallel_size=2, kv_transfer_config=transfer), None)
-    transfers = [cast("dict[str, Any]", plan.args.kv_transfer_config) for plan in plans]
-    given = [each["kv_connector_extra_config"] for each in transfers]
+    transfers = transfers_of_two({"kv_connector": "MooncakeConnector", **extra})
+    given = [dict(each.kv_connector_extra_config) for each in transfers]
     assert [each.pop("bootstrap_port") for each in given] == [8998, 8999]
     assert given == [extra.get("kv_connector_extra_config", {})] * 2
 
 
-def test_automatically_chosen_ports_stay_automatic() -> None:
-    args = EngineArgs(
-        data_parallel_size=2,
-        kv_transfer_config={"kv_connector": "P2PConnector"},
-        kv_events_config={"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:0"},
+def test_the_default_endpoint_of_events_differs_from_core_to_core() -> None:
+    configs = configs_of_two(events={"enable_kv_cache_events": True})
+    assert [config.kv_events.endpoint for config in configs] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
+
+
+def test_automatically_chosen_ports_and_names_stay_automatic() -> None:
+    first, second = configs_of_two(
+        {"kv_connector": "P2PConnector"}, {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:0"}
     )
-    second = core_plans(args, None)[1].args
-    assert second.kv_transfer_config == {"kv_connector": "P2PConnector"}
-    assert cast("dict[str, Any]", second.kv_events_config)["endpoint"] == "tcp://127.0.0.1:0"
+    one, other = cast("KVTransferConfig", first.kv_transfer), cast("KVTransferConfig", second.kv_transfer)
+    assert (other.kv_port, other.kv_connector_extra_config) == (0, {})
+    assert one.engine_id != other.engine_id
+    assert second.kv_events.endpoint == "tcp://127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_port": 65535}, r"kv_port in kv_transfer_config must be a port from 0 .* to 65535, got 65536"),
+        ({"engine_id": 127 * "x"}, "engine_id in kv_transfer_config must be printable text of at most 128 characters"),
+    ],
+)
+def test_a_port_or_name_that_does_not_suit_the_other_cores_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transfers_of_two({"kv_connector": "P2PConnector", **given})
+
+
+def test_an_endpoint_without_a_port_above_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint in kv_events_config must be .*, got 'tcp://127.0.0.1:65536'"):
+        configs_of_two(events={"endpoint": "tcp://127.0.0.1:65535"})
 
 
 @pytest.mark.parametrize(
     ("visible", "tp", "wanted"), [(None, 1, ["0", "1"]), ("4,6,7", 1, ["4", "6"]), ("4,5,6,7", 2, ["4,5", "6,7"])]
 )
 def test_each_core_has_gpus_of_its_own(visible: str | None, tp: int, wanted: list[str]) -> None:
-    args = EngineArgs(data_parallel_size=2, tensor_parallel_size=tp, device="cuda")
-    assert [plan.environment["CUDA_VISIBLE_DEVICES"] for plan in core_plans(args, visible)] == wanted
+    config = resolve(EngineArgs(data_parallel_size=2, tensor_parallel_size=tp, device="cuda"))
+    assert [plan.environment["CUDA_VISIBLE_DEVICES"] for plan in core_plans(config, visible)] == wanted
 
 
 def test_too_few_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs 3 GPUs.*lists 2"):
-        core_plans(EngineArgs(data_parallel_size=3), "0,1")
+        core_plans(resolve(EngineArgs(data_parallel_size=3)), "0,1")
 
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", "0"), ("auto", "")])
 def test_cores_on_a_cpu_get_no_environment_of_their_own(device: str, visible: str) -> None:
-    assert [plan.environment for plan in core_plans(EngineArgs(data_parallel_size=2, device=device), visible)] == [
-        {},
-        {},
-    ]
+    config = resolve(EngineArgs(data_parallel_size=2, device=device))
+    assert [plan.environment for plan in core_plans(config, visible)] == [{}, {}]
 
 
 def test_cores_on_a_cpu_share_its_memory_and_its_threads() -> None:
-    config = resolve(localise(EngineArgs(data_parallel_size=3)), "cpu")
-    assert (config.cache.num_sharers, config.parallel.num_replicas) == (3, 3)
-    on_gpus = resolve(localise(EngineArgs(data_parallel_size=3)), "cuda")
-    assert (on_gpus.cache.num_sharers, on_gpus.parallel.num_replicas) == (1, 1)
+    config = resolve(EngineArgs(data_parallel_size=3))
+    assert config.on_device("cpu").cache.num_sharers == 3
+    assert config.on_device("cuda").cache.num_sharers == 1
 
 
 def test_llm_refuses_several_engines() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.config.engine import EngineArgs, ExecutionConfig
+from penstock.config.engine import EngineArgs, ExecutionConfig, resolve
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.engine.rank_identity import digest_weights
 from penstock.kernels.staging import Stager
@@ -33,7 +33,7 @@ from penstock.parallel.groups import NullGroup
 from penstock.utils.errors import ConfigError
 from penstock.worker.load import load_model
 from penstock.worker.messages import WorkerFacts
-from penstock.worker.parts import make_config, make_parts
+from penstock.worker.parts import make_parts
 from tests.kernels.test_staging import LateQueue
 from tests.unit.rank_fakes import make_rank
 
@@ -298,8 +298,9 @@ def test_the_digest_distinguishes_a_target_from_its_drafter(tmp_path: Path) -> N
 
     def load(target: Path, drafter: Path | None) -> bytes:
         speculative = drafter and {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
-        args = EngineArgs(model=str(target), load_format="dummy", device="cpu", speculative_config=speculative)
-        return digest_weights([make_rank((0, 0), load_model(make_config(args), make_parts(torch.device("cpu"))).read)])
+        args = EngineArgs(model=str(target), load_format="dummy", speculative_config=speculative)
+        loaded = load_model(resolve(args).on_device("cpu"), make_parts(torch.device("cpu")))
+        return digest_weights([make_rank((0, 0), loaded.read)])
 
     one, other = folders
     assert load(one, other) == load(one, other)

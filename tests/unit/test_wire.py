@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import SamplingParams
-from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig
+from penstock.config.engine import EngineArgs, SchedulerConfig, resolve
 from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
@@ -34,7 +34,6 @@ from penstock.utils import wire
 from penstock.utils.child_process import Failed
 from penstock.utils.errors import WireError
 from penstock.utils.wire import Codec, FrameReader
-from penstock.worker.parts import make_config
 
 HEADER = struct.Struct("<IB")
 
@@ -145,7 +144,7 @@ def test_arguments_of_the_core_and_its_ready_message_survive_the_wire() -> None:
         load_seconds=0.5,
     )
     ready = Ready(info, SchedulerConfig(**numbers))
-    for message in (EngineArgs(), EngineArgs(model="x", max_model_len=64), ready):
+    for message in (resolve(EngineArgs()), ready):
         stream = CODEC.encode(message)
         reader = FrameReader(CODEC)
         assert [m for byte in stream for m in reader.feed(bytes([byte]))] == [message]
@@ -161,9 +160,8 @@ def test_numpy_numbers_become_plain_numbers() -> None:
 
 
 def test_a_whole_configuration_with_its_paths_survives_the_wire() -> None:
-    config = make_config(EngineArgs(device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 2}))
-    codec = Codec(EngineConfig)
-    (received,) = FrameReader(codec).feed(codec.encode(config))
+    config = resolve(EngineArgs(speculative_config={"method": "mtp", "num_speculative_tokens": 2}))
+    (received,) = FrameReader(CODEC).feed(CODEC.encode(config))
     assert received == config
     assert isinstance(received.model.path, Path)
 

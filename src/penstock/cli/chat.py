@@ -10,7 +10,7 @@ from penstock.cli.dataclass_args import add_engine_args, add_model_argument, cha
 from penstock.cli.sampling_args import add_sampling_args, check_sampling, given_sampling, sampling_params
 from penstock.cli.startup import announce, start_llm
 from penstock.config import env
-from penstock.config.engine import BUILT_IN_MODEL
+from penstock.config.model_path import BUILT_IN_MODEL
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_end_at_once
 

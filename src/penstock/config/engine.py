@@ -1,7 +1,8 @@
 """The engine's configuration: frozen data, cross-checked once. Each part receives its own small section.
 
-`EngineArgs` is the user's input, in vLLM's names; `resolve()` turns it into an `EngineConfig`. A nested argument is a
-dictionary or its JSON text.
+`EngineArgs` is the user's input, in vLLM's names. `resolve()` turns it into an `EngineConfig`, once for a start, in the
+process of the user; the engine core and the workers receive the result. A nested argument is a dictionary or its JSON
+text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from penstock.config.arguments import argument
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
+from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
@@ -23,7 +25,6 @@ from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
 from penstock.utils.names import did_you_mean
 
-BUILT_IN_MODEL = "demo"
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
@@ -129,15 +130,6 @@ class EngineArgs:
         STEPS, None, 'speculative decoding: {"method": "mtp", "num_speculative_tokens": 3}', metavar="JSON"
     )
 
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def executor_backend(self) -> str:
-        """The requested one, or the default for the number of ranks."""
-        return self.distributed_executor_backend or ("uniproc" if self.num_ranks == 1 else "mp")
-
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
         """Builds the arguments. Raises ConfigError for a wrong type, and for an unknown name with the closest one."""
@@ -234,6 +226,9 @@ class CacheConfig:
 class EngineConfig:
     """The whole resolved configuration. `max_model_len_is_explicit`: it must not be shortened to fit the memory.
 
+    Before `on_device` has been called, `device` may be "auto", and numbers in `scheduler` that depend on the device
+    are 0.
+
     `pooling` is None if the engine generates. With `is_prefix_aware` the engine core reports its KV events, which the
     front end uses to choose among data parallel ranks.
     """
@@ -255,52 +250,61 @@ class EngineConfig:
     is_prefix_aware: bool
     kv_transfer: KVTransferConfig | None
 
+    def on_device(self, device: str) -> EngineConfig:
+        """Returns the configuration with the defaults for this device, "cpu" or "cuda"."""
+        limits, is_cpu = self.scheduler, device == "cpu"
+        num_step_tokens = limits.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
+        if limits.needs_whole_prompts:
+            num_step_tokens = max(num_step_tokens, limits.max_model_len)
+        # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it saves.
+        num_in_flight = limits.max_num_in_flight or limits.num_stages + (not is_cpu)
+        return replace(
+            self,
+            device=device,
+            scheduler=replace(limits, max_num_batched_tokens=num_step_tokens, max_num_in_flight=num_in_flight),
+            # On GPUs, each engine has its own.
+            cache=replace(self.cache, num_sharers=self.parallel.dp if is_cpu else 1),
+        )
 
-def resolve(args: EngineArgs, device: str) -> EngineConfig:
-    """Checks the arguments against each other and against the checkpoint in the folder `args.model`.
 
-    `device` is the one chosen ("cpu" or "cuda"). Raises ConfigError naming the argument and its limit.
+def resolve(args: EngineArgs) -> EngineConfig:
+    """Checks the arguments against each other and against the checkpoint, which is downloaded if necessary.
+
+    Needs no device: the worker chooses it, and `on_device` adds its defaults. Raises ConfigError naming the argument
+    and its limit.
     """
-    check(args)
-    model_path = Path(args.model)
+    _check(args)
+    model_path = resolve_model_path(args.model, args.revision)
     model = load_model_config(model_path, args.dtype)
     pooling = find_pooling(args.runner, args.pooler_config, model)
     max_model_len = _max_model_len(args, model, pooling)
-    # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it saves.
-    is_async = device != "cpu" if args.async_scheduling is None else args.async_scheduling
     if pooling is not None:
         _check_pooling(args, pooling, max_model_len)
-    num_step_tokens = args.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
     needs_whole_prompts = pooling is not None and pooling.needs_whole_prompts
-    if needs_whole_prompts:
-        num_step_tokens = max(num_step_tokens, max_model_len)
     speculative = None
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
     shapes = [model] if speculative is None else [model, *speculative.shapes]
-    # On GPUs, each engine has its own.
-    num_sharers = args.data_parallel_size if device == "cpu" else 1
+    parallel = divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes)
+    backend = args.distributed_executor_backend or ("uniproc" if parallel.num_ranks == 1 else "mp")
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
         model=model,
         pooling=pooling,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=num_step_tokens,
+            max_num_batched_tokens=args.max_num_batched_tokens or 0,
             max_num_seqs=args.max_num_seqs,
             max_model_len=max_model_len,
             policy=args.scheduling_policy,
-            num_stages=args.pipeline_parallel_size,
-            max_num_in_flight=args.pipeline_parallel_size + is_async,
+            num_stages=parallel.pp,
+            max_num_in_flight=0 if args.async_scheduling is None else parallel.pp + args.async_scheduling,
             max_num_queued_requests=args.max_num_queued_requests,
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
             is_pooling=pooling is not None,
             needs_whole_prompts=needs_whole_prompts,
         ),
-        parallel=replace(
-            divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes),
-            num_replicas=num_sharers,
-        ),
+        parallel=replace(parallel, dp=args.data_parallel_size, backend=backend),
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
             num_threads=args.num_threads,
@@ -313,10 +317,9 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory=args.kv_cache_memory,
             num_blocks_override=args.num_gpu_blocks_override,
-            num_sharers=num_sharers,
         ),
         tokenizer_path=tokenizer_path,
-        device=device,
+        device=args.device,
         load_format=args.load_format,
         check_weights=args.check_weights,
         seed=args.seed,
@@ -399,7 +402,7 @@ def _check_types(args: EngineArgs) -> None:
             raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
-def check(args: EngineArgs) -> None:
+def _check(args: EngineArgs) -> None:
     """Checks what needs no device and no checkpoint. Raises ConfigError naming the argument and its limit."""
     at_least = {
         "max_num_batched_tokens": 1,

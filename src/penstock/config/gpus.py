@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.config.engine import EngineArgs
+from penstock.config.parallel import ParallelConfig
 from penstock.utils.errors import ConfigError
 
 
@@ -20,18 +20,20 @@ def show_gpus(names: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
-def gpus_of_ranks(args: EngineArgs, visible: str | None, count_gpus: Callable[[], int]) -> list[str]:
-    """Returns the name of each rank's GPU on this host; nothing if the ranks run on its CPU. `visible` is as for
-    `name_gpus`, and `count_gpus` counts the GPUs that exist among these.
+def gpus_of_ranks(
+    device: str, parallel: ParallelConfig, visible: str | None, count_gpus: Callable[[], int]
+) -> list[str]:
+    """Returns the name of each rank's GPU on this host; nothing if the ranks run on its CPU. `device` is the argument,
+    `visible` as for `name_gpus`, and `count_gpus` counts the GPUs that exist among these.
 
     Raises ConfigError if there are too few, or if the ranks are threads.
     """
-    if args.device == "cpu":
+    if device == "cpu":
         return []
-    count, needed = count_gpus(), args.num_ranks
-    if args.device == "auto" and count == 0:
+    count, needed = count_gpus(), parallel.num_ranks
+    if device == "auto" and count == 0:
         return []
-    if args.executor_backend == "uniproc":
+    if parallel.backend == "uniproc":
         raise ConfigError(
             f"{needed} ranks on GPUs need a process each, and those of distributed_executor_backend=uniproc are "
             "threads: leave the argument out, choose mp or ray, or set device=cpu"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from penstock.config.engine import BUILT_IN_MODEL, EngineArgs
-from penstock.config.options import read_object
 from penstock.utils.errors import ConfigError
 
+BUILT_IN_MODEL = "demo"
 _FILES = ("*.json", "*.safetensors", "*.jinja")
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 # The built-in model, and its EAGLE-3 head.
@@ -28,17 +26,6 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"there is no folder {model!r}, and it is not a Hugging Face model id (owner/name)")
     return _download(model, revision)
-
-
-def localise(args: EngineArgs) -> EngineArgs:
-    """Returns the arguments with folders for all models. Raises ConfigError as `resolve_model_path` does."""
-    local = replace(args, model=str(resolve_model_path(args.model, args.revision)))
-    if args.speculative_config is None:
-        return local
-    speculative = dict(read_object("speculative_config", args.speculative_config))
-    if "model" in speculative:
-        speculative["model"] = str(resolve_model_path(str(speculative["model"])))
-    return replace(local, speculative_config=speculative)
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from penstock.utils.errors import ConfigError
@@ -77,6 +77,12 @@ def convert_options(kind: type[_T], given: Mapping[str, Any], place: str) -> _T:
         if option.name not in given and option.default is MISSING and option.default_factory is MISSING:
             raise ConfigError(f"{place.split()[-1]} needs {option.name}, {_wanted(hints[option.name])}")
     return kind(**{key: _convert(value, hints[key], f"{key} {place}") for key, value in given.items()})
+
+
+def replace_options(config: _T, changes: Mapping[str, Any], place: str) -> _T:
+    """Returns the dataclass with other values of options. Raises ConfigError as `convert_options` does."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    return replace(config, **{key: _convert(value, hints[key], f"{key} {place}") for key, value in changes.items()})  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:

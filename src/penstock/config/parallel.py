@@ -11,16 +11,17 @@ from penstock.utils.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """`tp` ranks hold a share of every layer of each of `pp` stages.
+    """`tp` ranks hold a share of every layer of each of `pp` stages, and each of `dp` engines has that many ranks.
 
-    `layer_counts` are the stages' layers; if empty, they are as equal as possible. `num_replicas` engines share this
-    machine's cores and main memory.
+    `layer_counts` are the stages' layers; if empty, they are as equal as possible. `backend` is where the ranks run,
+    one of EXECUTOR_BACKENDS.
     """
 
     tp: int = 1
     pp: int = 1
     layer_counts: tuple[int, ...] = ()
-    num_replicas: int = 1
+    dp: int = 1
+    backend: str = "uniproc"
 
     @property
     def num_ranks(self) -> int:

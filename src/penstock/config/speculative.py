@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from penstock.config.eagle3 import Eagle3Config, is_eagle3, load_eagle3_config
 from penstock.config.model import ModelConfig, load_model_config
+from penstock.config.model_path import resolve_model_path
 from penstock.config.options import Limits, Must, convert_options, read_object
 from penstock.utils.errors import ConfigError
 
@@ -84,15 +85,16 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
     """Checks the configuration against the target model. Raises ConfigError naming the key and its limit."""
     given = dict(read_object("speculative_config", value))
     if "method" not in given and isinstance(given.get("model"), str):
-        given["method"] = "eagle3" if is_eagle3(Path(given["model"])) else "draft_model"
+        given["method"] = "eagle3" if is_eagle3(resolve_model_path(given["model"])) else "draft_model"
     options = convert_options(_Options, given, "in speculative_config")
-    method, count, model = options.method, options.num_speculative_tokens, Path(options.model)
+    method, count = options.method, options.num_speculative_tokens
     longest = options.prompt_lookup_max
     shortest = options.prompt_lookup_min if "prompt_lookup_min" in given else min(2, longest)
     if shortest > longest:
         raise ConfigError(f"prompt_lookup_min={shortest} exceeds prompt_lookup_max={longest} in speculative_config")
     if bool(options.model) != (method in _WITH_MODEL):
         raise ConfigError(f"speculative_config needs a model for {' and '.join(_WITH_MODEL)}, and for no other method")
+    model = resolve_model_path(options.model) if options.model else Path()
     samples_drafts = options.draft_sample_method == "probabilistic"
     rates = options.synthetic_acceptance_rates
     _check_rates(options)

@@ -1,4 +1,4 @@
-"""Builds an engine from its arguments, with workers in this process or in other processes."""
+"""Builds an engine from its configuration, with workers in this process or in other processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from penstock.config import env
-from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, check, resolve
-from penstock.config.model_path import localise
+from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
@@ -45,26 +44,22 @@ class Engine:
     info: EngineInfo
 
 
-def build_engine(args: EngineArgs) -> Engine:
-    """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError if the arguments cannot work."""
+def build_engine(config: EngineConfig) -> Engine:
+    """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError if the configuration cannot work."""
     logging.configure(env.log_level())
     started = SystemClock().now()
-    check(args)
     with ExitStack() as on_failure:
-        engine = _build(localise(args), on_failure, started)
+        engine = _build(config, on_failure, started)
         on_failure.pop_all()
     return engine
 
 
-def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
-    if args.num_ranks > 1:
-        # Models that cannot be divided are refused before ranks are started; this does not depend on the device.
-        resolve(args, "cpu")
-    executor = make_executor(args)
+def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engine:
+    executor = make_executor(config)
     on_failure.callback(executor.shutdown)
     facts = executor.load()
     check_arithmetic(facts)
-    config = resolve(args, facts[0].device)
+    config = config.on_device(facts[0].device)
     limits, cache = plan_cache(config, facts)
     transfer = make_transfer(config, cache, facts)
     on_failure.callback(transfer.transfer.connector.shutdown)
@@ -102,9 +97,9 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         block_size=cache.block_size,
         kv_cache_bytes=cache.num_blocks * sum(bytes_per_block(cache, facts).values()),
         load_seconds=SystemClock().now() - started,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        data_parallel_size=args.data_parallel_size,
+        tensor_parallel_size=config.parallel.tp,
+        pipeline_parallel_size=config.parallel.pp,
+        data_parallel_size=config.parallel.dp,
         pooling=None if config.pooling is None else config.pooling.summary,
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)

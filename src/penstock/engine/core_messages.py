@@ -1,7 +1,7 @@
 """The messages between the front end and the engine core's process.
 
-The front end first sends its `EngineArgs`; the core replies with `Ready` or `Failed`. From then on the front end sends
-requests and aborts, and the core sends step reports. A call has a number, which its `Reply` repeats. Each side
+The front end first sends the `EngineConfig`; the core replies with `Ready` or `Failed`. From then on the front end
+sends requests and aborts, and the core sends step reports. A call has a number, which its `Reply` repeats. Each side
 interprets the end of the stream as the other's death.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import BlockMap, StepReport
@@ -76,7 +76,7 @@ class Reply:
 
 
 CODEC = Codec(
-    EngineArgs,
+    EngineConfig,
     EngineRequest,
     AbortRequests,
     ResetPrefixCache,

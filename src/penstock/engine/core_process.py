@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Any
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineConfig
 from penstock.engine.build import build_engine
 from penstock.engine.core_messages import (
     CODEC,
@@ -148,10 +148,10 @@ def read_into(inbox: queue.SimpleQueue[Any], front_end: Channel) -> None:
 
 def _start(front_end: Channel, inbox: queue.SimpleQueue[Any]) -> EngineCore | None:
     """Builds the core and reports it; None if the front end disconnected. Raises ConfigError."""
-    args = inbox.get()
-    if not isinstance(args, EngineArgs):
+    config = inbox.get()
+    if not isinstance(config, EngineConfig):
         return None
-    engine = build_engine(args)
+    engine = build_engine(config)
     # Objects that exist now are permanent: exclude them, such as the pool's blocks, from garbage collection, which
     # would take longer than a step.
     gc.collect()

@@ -24,7 +24,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.config import env
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineConfig
 from penstock.executor.executor import Executor
 from penstock.executor.remote import RemoteWorker
 from penstock.kv_transfer.authentication import Authentication
@@ -74,11 +74,11 @@ class Place:
     pid: int
 
 
-def make_ray_executor(args: EngineArgs) -> Executor:
+def make_ray_executor(config: EngineConfig) -> Executor:
     """Places the ranks and connects to them; nothing is loaded yet. Raises ConfigError if there is no room."""
-    cluster = _Cluster(args)
+    cluster = _Cluster(config)
     try:
-        return cluster.start(args)
+        return cluster.start(config)
     except BaseException:
         cluster.release()
         raise
@@ -87,28 +87,28 @@ def make_ray_executor(args: EngineArgs) -> Executor:
 class _Cluster:
     """The driver's connection to Ray, a placement group and the actors in it."""
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._is_own_connection = not ray.is_initialized()
         self._actors: list[Any] = []
         self._group: PlacementGroup | None = None
         if self._is_own_connection:
-            _connect(args.num_ranks * (args.num_threads or 1))
+            _connect(config.parallel.num_ranks * (config.execution.num_threads or 1))
 
-    def start(self, args: EngineArgs) -> Executor:
-        bundle = _bundle(args)
-        places = self._place(bundle, args.num_ranks)
+    def start(self, config: EngineConfig) -> Executor:
+        bundle = _bundle(config)
+        places = self._place(bundle, config.parallel.num_ranks)
         is_on_gpu = "GPU" in bundle
         rendezvous, abort_ranks = Rendezvous(), _no_abort
-        if args.num_ranks > 1 and not is_on_gpu and _are_all_here(places):
-            memory = create_rank_memory(args.pipeline_parallel_size, args.tensor_parallel_size)
+        if config.parallel.num_ranks > 1 and not is_on_gpu and _are_all_here(places):
+            memory = create_rank_memory(config.parallel.pp, config.parallel.tp)
             rendezvous = Rendezvous(memory=memory.name, num_bytes=len(memory.view))
             abort_ranks = partial(abort, memory)
-        elif args.num_ranks > 1:
+        elif config.parallel.num_ranks > 1:
             rendezvous = Rendezvous(address=f"{places[0].ip}:{places[0].port}")
-        ranks = zip(shards(args.pipeline_parallel_size, args.tensor_parallel_size), self._actors, places, strict=True)
+        ranks = zip(shards(config.parallel.pp, config.parallel.tp), self._actors, places, strict=True)
         with socket.create_server((ray.util.get_node_ip_address(), 0)) as listener:
             workers = [
-                RemoteWorker(LoadWorker(args, shard, rendezvous), *_start_rank(listener, shard, actor, place))
+                RemoteWorker(LoadWorker(config, shard, rendezvous), *_start_rank(listener, shard, actor, place))
                 for shard, actor, place in ranks
             ]
         return Executor(workers, abort_ranks, self.release)
@@ -175,12 +175,12 @@ def _connect(num_cpus: int) -> None:
         signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def _bundle(args: EngineArgs) -> dict[str, float]:
+def _bundle(config: EngineConfig) -> dict[str, float]:
     """Returns each rank's reservation: the CPUs of its threads, or a GPU."""
-    has_gpus = ray.cluster_resources().get("GPU", 0) >= args.num_ranks
-    if args.device == "cuda" or (args.device == "auto" and has_gpus):
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= config.parallel.num_ranks
+    if config.device == "cuda" or (config.device == "auto" and has_gpus):
         return {"CPU": 1, "GPU": 1}
-    return {"CPU": args.num_threads or 1}
+    return {"CPU": config.execution.num_threads or 1}
 
 
 def _are_all_here(places: list[Place]) -> bool:

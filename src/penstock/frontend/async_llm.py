@@ -9,7 +9,6 @@ from typing import Any
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
-from penstock.config.model_path import localise
 from penstock.config.replicas import core_plans
 from penstock.engine.core_messages import Ready
 from penstock.frontend.core_client import CoreClient
@@ -85,8 +84,8 @@ class AsyncLLM:
         EngineDeadError if a core's process fails.
         """
         args = EngineArgs.from_kwargs(**engine_args, **({} if model is None else {"model": model}))
-        args = await asyncio.to_thread(localise, args)
-        plans = core_plans(args, env.visible_gpus())
+        config = await asyncio.to_thread(resolve, args)
+        plans = core_plans(config, env.visible_gpus())
         clients: list[CoreClient] = []
         try:
             for plan in plans:
@@ -95,7 +94,7 @@ class AsyncLLM:
             cores = [
                 RestartingCore(plan, client, restart_on_failure) for plan, client in zip(plans, clients, strict=True)
             ]
-            return cls(resolve(args, ready[0].info.device), cores, ready, observers)
+            return cls(config.on_device(ready[0].info.device), cores, ready, observers)
         except BaseException:
             await asyncio.gather(*(client.shutdown() for client in clients))
             raise

@@ -53,7 +53,7 @@ class CoreClient(asyncio.Protocol):
         process = ChildProcess(("-m", "penstock.engine.core_process"), env.for_child(plan.environment))
         loop = asyncio.get_running_loop()
         _, client = await loop.create_unix_connection(lambda: cls(process), sock=process.connection)
-        client._send(plan.args)
+        client._send(plan.config)
         return client
 
     def set_handler(self, handler: Handler) -> None:

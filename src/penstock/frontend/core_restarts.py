@@ -1,6 +1,6 @@
 """The engine core's process and, if restarts are allowed, its successors.
 
-A core that was ready once and dies unexpectedly is restarted with the same arguments, after a delay that grows with
+A core that was ready once and dies unexpectedly is restarted with the same configuration, after a delay that grows with
 each attempt. Consecutive attempts are limited; a core that has served for a while resets their number. While there is
 no core, `client` raises. Requests in progress when a core dies are lost: the handler is notified, and fails them.
 """

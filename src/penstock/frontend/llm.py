@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, resolve
 from penstock.engine.build import build_engine
 from penstock.frontend.front_end import build_front_end
 from penstock.frontend.idle_transfers import IdleTransfers
@@ -54,7 +54,7 @@ class LLM:
         args = EngineArgs.from_kwargs(**engine_args)
         if args.data_parallel_size > 1:
             raise ConfigError("LLM runs one engine: with data_parallel_size use AsyncLLM or penstock serve")
-        engine = build_engine(args)
+        engine = build_engine(resolve(args))
         self.config, self.info = engine.config, engine.info
         self._core, self._limits = engine.core, engine.limits
         with ExitStack() as on_failure:

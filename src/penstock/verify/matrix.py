@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig
+from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
 from penstock.engine.build import build_engine
 from penstock.engine.engine_core import EngineCore
 from penstock.frontend.front_end import build_front_end
@@ -24,7 +24,7 @@ from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.verify.rows import Row, Seen, make_rows, plain_arguments
 from penstock.verify.workload import Case, make_cases
-from penstock.worker.parts import make_config
+from penstock.worker.parts import choose_device
 
 REFERENCE = "plain run"
 
@@ -77,7 +77,7 @@ def verify(
     args: EngineArgs, prompts: Sequence[str], max_tokens: int, is_quick: bool, on_progress: Progress
 ) -> Iterator[RowResult]:
     """Yields the plain run, then every row as it ends. Raises ConfigError or RequestError for invalid arguments."""
-    config = make_config(args)
+    config = choose_device(resolve(args))
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         raise ConfigError("rejection_sample_method=synthetic in speculative_config changes tokens on purpose")
     front_end = build_front_end(config, config.scheduler)
@@ -152,7 +152,7 @@ class _Engine:
         self._row = row
 
     def __enter__(self) -> _Engine:
-        engine = build_engine(EngineArgs.from_kwargs(**self._row.arguments))
+        engine = build_engine(resolve(EngineArgs.from_kwargs(**self._row.arguments)))
         self._core, self._limits = engine.core, engine.limits
         return self
 

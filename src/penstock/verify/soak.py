@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.frontend.front_end import build_front_end
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -30,7 +30,7 @@ from penstock.utils.interrupts import interrupts_blocked
 from penstock.verify.recording import PLAN, Place, Plan, Recording, Round, first_difference
 from penstock.verify.rows import plain_arguments, small_pool
 from penstock.verify.workload import Case, make_cases
-from penstock.worker.parts import make_config
+from penstock.worker.parts import choose_device
 
 CHILD = (sys.executable, "-m", "penstock.verify.soak_run")
 _NOISE = (sys.executable, "-m", "penstock.verify.contention")
@@ -108,7 +108,7 @@ def soak(
     """
     clock = SystemClock()
     deadline = clock.now() + 60 * minutes
-    config = make_config(args)
+    config = choose_device(resolve(args))
     if config.device != "cpu":
         raise ConfigError("the soak compares a CPU's processes, and this engine runs on a GPU: add --device cpu")
     cases = _cases(config, prompts, max_tokens)

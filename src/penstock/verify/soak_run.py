@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock.config.engine import EngineArgs, ExecutionConfig
+from penstock.config.engine import EngineArgs, ExecutionConfig, resolve
 from penstock.engine.build import build_engine
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.requests import EngineRequest
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(exist_ok=True)
     (folder / PLAN).write_bytes(plan_json)
     caught = _catch_parts()
-    engine = build_engine(EngineArgs.from_kwargs(**plan.engine, num_threads=plan.num_start_threads))
+    engine = build_engine(resolve(EngineArgs.from_kwargs(**plan.engine, num_threads=plan.num_start_threads)))
     model = caught["load_model"].model
     if not isinstance(model, Decoder):
         raise ConfigError(f"the soak does not support {type(model).__name__}")

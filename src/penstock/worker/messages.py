@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
@@ -36,9 +36,9 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 class LoadWorker(msgspec.Struct, frozen=True):
-    """The folders in `args` hold the models; the worker chooses its device."""
+    """The worker chooses its device."""
 
-    args: EngineArgs
+    config: EngineConfig
     shard: ShardId
     rendezvous: Rendezvous = Rendezvous()
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from penstock.config.engine import EngineArgs, EngineConfig, resolve
-from penstock.config.model_path import localise
+from penstock.config.engine import EngineConfig
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.parts import DeviceParts
 from penstock.utils.errors import ConfigError
 
 
-def make_config(args: EngineArgs) -> EngineConfig:
-    """Finds the model files, chooses the device and resolves the arguments. Raises ConfigError."""
-    return resolve(localise(args), choose_device(args.device))
-
-
-def choose_device(asked: str) -> str:
-    """Returns "cpu" or "cuda" for the argument `device`. Raises ConfigError if there is no such device."""
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
+def choose_device(config: EngineConfig) -> EngineConfig:
+    """Returns the configuration for the device that it asks for. Raises ConfigError if there is no such device."""
+    has_cuda = config.device != "cpu" and torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
         raise ConfigError("device=cuda, but torch sees no CUDA device: use device=cpu or auto")
-    return asked
+    return config.on_device("cuda" if has_cuda else "cpu")
 
 
 def make_parts(device: torch.device) -> DeviceParts:

@@ -44,21 +44,23 @@ from penstock.worker.compile_ahead import compiling_ahead
 from penstock.worker.load import load_model
 from penstock.worker.memory_profile import memory_budget, step_advice
 from penstock.worker.messages import InitializeWorker, LoadWorker, Rendezvous, WorkerFacts, WorkerReady
-from penstock.worker.parts import make_config, make_parts
+from penstock.worker.parts import choose_device, make_parts
 
 
 def load_worker(message: LoadWorker) -> LoadedWorker:
     """Connects to the other ranks, loads the weights and measures the device.
 
-    Raises ConfigError if the arguments cannot work here.
+    Raises ConfigError if the configuration cannot work here.
     """
     logging.configure(env.log_level())
-    config, shard = make_config(message.args), message.shard
+    config, shard = choose_device(message.config), message.shard
+    if not config.model.path.is_dir():
+        raise ConfigError(f"there is no folder {str(config.model.path)!r} on the host of rank {shard}")
     if config.kv_transfer is not None:
         import_connector(config.kv_transfer)
     parts = make_parts(torch.device(config.device))
     with compiling_ahead(config, parts.compute_capability) as wait_for_kernels:
-        parts.set_up(config.execution, config.parallel.num_ranks * config.parallel.num_replicas)
+        parts.set_up(config.execution, config.parallel.num_ranks * config.cache.num_sharers)
         links = meet(message.rendezvous, config.parallel, shard, parts)
         loaded = load_model(config, parts, shard, links)
         wait_for_kernels()
