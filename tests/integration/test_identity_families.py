@@ -20,6 +20,7 @@ from tests.integration.checkpoints import COMMON, make_checkpoint, make_mtp_chec
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 
 FAMILIES = ("qwen3-moe", "mixtral", "youtu-latent", "deepseek-v2", "deepseek-v3", "glm-flash")
+NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash")
 MAX_TOKENS = 12
@@ -50,6 +51,13 @@ CELLS: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_parallel_size": 2, "async_scheduling": True},
     "ranks of stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_prefix_caching": True},
     "a tier": {"kv_transfer_config": TIER, "enable_prefix_caching": True, "num_gpu_blocks_override": 17},
+}
+EPLB = {"enable_expert_parallel": True, "enable_eplb": True}
+EXPERT_CELLS: dict[str, dict[str, Any]] = {
+    "experts of ranks": {"tensor_parallel_size": 3, "async_scheduling": True, "max_num_batched_tokens": 24},
+    "experts of stages": {"tensor_parallel_size": 3, "pipeline_parallel_size": 2, "speculative_config": NGRAM},
+    "redundant experts": {"tensor_parallel_size": 2, "enable_prefix_caching": True},
+    "many redundant experts": {"tensor_parallel_size": 4, "max_num_batched_tokens": 32},
 }
 MODULE_CELLS = [cell for cell, arguments in CELLS.items() if arguments.get("speculative_config") is MTP]
 # (tensor parallel, pipeline parallel) and block size of P, and of D.
@@ -82,6 +90,14 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 def answer(output: Any) -> Answer:
     (sequence,) = output.outputs
     return sequence.token_ids, [{token: each.logprob for token, each in at.items()} for at in sequence.logprobs]
+
+
+def expert_arguments(name: str, cell: str) -> dict[str, Any]:
+    """Adds as many redundant experts as make the slots a multiple of the ranks, and in some cells more."""
+    arguments = EXPERT_CELLS[cell]
+    ranks, least = arguments["tensor_parallel_size"], {"many redundant experts": 8, "redundant experts": 1}.get(cell, 0)
+    redundant = least + -(NUM_EXPERTS[name] + least) % ranks
+    return {**arguments, **EPLB, "eplb_config": {"num_redundant_experts": redundant}}
 
 
 def engine(path: Path, **changes: Any) -> LLM:
@@ -136,6 +152,22 @@ def test_a_batch(families: Families, name: str, cell: str) -> None:
         assert stats.prefix_cache_hits > 100
     if cell == "a tier":
         assert stats.connector["num_loads"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), grid(list(NUM_EXPERTS), list(EXPERT_CELLS), strength=1, others=pytest.mark.long)
+)
+def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> None:
+    arguments = expert_arguments(name, cell)
+    if name in WITH_MODULE and "speculative_config" not in arguments:
+        arguments["speculative_config"] = MTP
+    llm = engine(families.path(name), **arguments)
+    prompts, params = zip(*requests(), strict=True)
+    for _ in range(2):
+        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+        assert [answer(output) for output in outputs] == families.expected(name)
+    llm.check_integrity()
+    llm.shutdown()
 
 
 @pytest.mark.parametrize(("name", "pair"), grid(FAMILIES, list(PAIRS), strength=1, others=pytest.mark.long))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.arguments import argument
+from penstock.config.expert_parallel import ExpertParallelConfig, parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
@@ -75,6 +76,11 @@ class EngineArgs:
         "which engine gets a request: the one with the least work, or prefix-aware, which does not count cached tokens",
         DATA_PARALLEL_POLICIES,
         server_only=True,
+    )
+    enable_expert_parallel: bool = argument(RANKS, False, "divide whole experts among the ranks, not every expert")
+    enable_eplb: bool = argument(RANKS, False, "move experts between the ranks so that all have equal load")
+    eplb_config: str | Mapping[str, Any] | None = argument(
+        RANKS, None, 'how experts are balanced: {"num_redundant_experts": 8, "step_interval": 3000}', metavar="JSON"
     )
     distributed_executor_backend: str | None = argument(
         RANKS,
@@ -304,7 +310,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
             is_pooling=pooling is not None,
             needs_whole_prompts=needs_whole_prompts,
         ),
-        parallel=replace(parallel, dp=args.data_parallel_size, backend=backend),
+        parallel=replace(parallel, dp=args.data_parallel_size, backend=backend, experts=_experts(args, model)),
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
             num_threads=args.num_threads,
@@ -329,6 +335,12 @@ def resolve(args: EngineArgs) -> EngineConfig:
         is_prefix_aware=_is_prefix_aware(args),
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
+
+
+def _experts(args: EngineArgs, model: ModelConfig) -> ExpertParallelConfig | None:
+    ranks = (args.tensor_parallel_size, args.data_parallel_size)
+    switches = {"is_enabled": args.enable_expert_parallel, "balances": args.enable_eplb}
+    return parse_expert_parallel(model, *ranks, args.eplb_config, **switches)
 
 
 def _kv_events(args: EngineArgs) -> KVEventsConfig:

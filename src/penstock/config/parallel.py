@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.model import ModelConfig
 from penstock.utils.errors import ConfigError
 
@@ -14,7 +15,7 @@ class ParallelConfig:
     """`tp` ranks hold a share of every layer of each of `pp` stages, and each of `dp` engines has that many ranks.
 
     `layer_counts` are the stages' layers; if empty, they are as equal as possible. `backend` is where the ranks run,
-    one of EXECUTOR_BACKENDS.
+    one of EXECUTOR_BACKENDS. With `experts` the ranks of a stage have whole experts.
     """
 
     tp: int = 1
@@ -22,6 +23,7 @@ class ParallelConfig:
     layer_counts: tuple[int, ...] = ()
     dp: int = 1
     backend: str = "uniproc"
+    experts: ExpertParallelConfig | None = None
 
     @property
     def num_ranks(self) -> int:

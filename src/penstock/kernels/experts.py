@@ -75,8 +75,11 @@ class GroupedExperts(Protocol):
         """Returns gate_up and down as they are stored, for comparisons."""
         ...
 
-    def group(self, ids: torch.Tensor, slots: torch.Tensor) -> Groups:
-        """ids [T, top_k] int64; slots [num_experts] int32: an expert's slot, -1 if it is in none."""
+    def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
+        """ids [T, top_k] int64 of experts; `slots` [num_experts] int32: an expert's slot, -1 if it is in none.
+
+        There are groups for as many slots as `num_slots`, by default those of this object.
+        """
         ...
 
     def gate_up(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -149,8 +152,8 @@ class ReferenceExperts:
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
         return self._layers[slot]
 
-    def group(self, ids: torch.Tensor, slots: torch.Tensor) -> Groups:
-        return group_reference(ids, slots, self._shape.num_slots)
+    def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
+        return group_reference(ids, slots, num_slots or self._shape.num_slots)
 
     def gate_up(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         rows = x[groups.pairs.long() // groups.rows.shape[1]]
@@ -247,9 +250,9 @@ class NativeExperts:
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
         return _Interleaved(self._gate_up, slot, self._shape.own_inner), _Stored(self._down, slot)
 
-    def group(self, ids: torch.Tensor, slots: torch.Tensor) -> Groups:
+    def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
         assert (ids.dtype, slots.dtype) == (torch.int64, torch.int32) and ids.is_contiguous(), f"{ids.dtype}"
-        count, num_slots = ids.numel(), self._shape.num_slots
+        count, num_slots = ids.numel(), num_slots or self._shape.num_slots
         memory = torch.empty(2 * count + num_slots + 1, dtype=torch.int32)
         pairs, rows, starts = memory.split((count, count, num_slots + 1))
         self._run_group(

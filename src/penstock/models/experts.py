@@ -7,12 +7,16 @@ float32, in the order of the router's choice, and rounded once; the shared MLP's
 is rounded. transformers rounds in the same places, except that it also rounds Qwen3's weights and their products with
 the outputs.
 
-The ranks of a group divide every expert: each computes its share of the inner features, gathers the others', computes
-its share of the outputs and gathers those. No rank adds partial sums of a row, so a group's size changes no bit.
+The ranks of a group divide every expert (`SlicedExperts`): each computes its share of the inner features, gathers the
+others', computes its share of the outputs and gathers those. Or they divide the experts (`PlacedExperts`): each
+computes the pairs of rows and experts that are its own, and gathers the others' outputs. No rank adds partial sums of a
+row, so neither the group's size nor the place of an expert changes a bit.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +31,7 @@ from penstock.layers.linear import Gather, Linear
 from penstock.layers.router import route
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp
 from penstock.models.weights import Weights
+from penstock.parallel.groups import gather_rows
 from penstock.utils.errors import ConfigError
 
 
@@ -69,21 +74,83 @@ class Experts:
         if experts.has_correction_bias:
             exact = replace(weights, dtype=torch.float32)
             self.correction = exact.tensor("gate.e_score_correction_bias", experts.num_experts)
-        self.experts = _load_experts(experts, hidden, weights, names)
-        # An expert's slot: all experts are here, in order.
-        self.slots = torch.arange(experts.num_experts, dtype=torch.int32)
+        place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
+        self.routed = place(config, weights, names)
         self.shared = _SharedMLP(config, weights) if experts.shared_intermediate_size else None
-        self._gather_inner = Gather(weights.group, weights.share.sizes(experts.intermediate_size))
-        self._gather_outputs = Gather(weights.group, weights.share.sizes(hidden))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shared = None if self.shared is None else self.shared(x)  # [T, H]
         ids, weights = route(self.router(x).float(), self.config, self.correction)  # [T, top_k]
-        groups = self.experts.group(ids, self.slots)
+        combined = self.routed(x, ids, weights)
+        return combined if shared is None else combined + shared
+
+
+class SlicedExperts:
+    """Every rank of a group has a share of each expert's features."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, names: _Names) -> None:
+        experts, share = config.experts, weights.share
+        assert experts is not None
+        self.experts = _load_experts(config, weights, names, range(experts.num_experts))
+        # An expert's slot: all experts are here, in order.
+        self._slots = torch.arange(experts.num_experts, dtype=torch.int32)
+        self._gather_inner = Gather(weights.group, share.sizes(experts.intermediate_size))
+        self._gather_outputs = Gather(weights.group, share.sizes(config.hidden_size))
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, H], ids and weights [T, top_k] -> [T, H]."""
+        groups = self.experts.group(ids, self._slots)
         activated = self._gather_inner(self.experts.gate_up(x, groups))  # [T, H] -> [P, own I] -> [P, I]
         outputs = self.experts.down(activated, groups)  # -> [P, own H]
-        combined = self._gather_outputs(self.experts.combine(outputs, groups, weights))  # -> [T, own H] -> [T, H]
-        return combined if shared is None else combined + shared
+        return self._gather_outputs(self.experts.combine(outputs, groups, weights))  # -> [T, own H] -> [T, H]
+
+
+class PlacedExperts:
+    """Every rank of a group has some of the experts, whole, in its slots; all slots are numbered rank after rank.
+
+    An expert in several slots is computed in one of them, chosen by the row's number. All ranks choose alike, gather
+    the outputs of all pairs and combine them, so that the placement changes no bit.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, names: _Names) -> None:
+        parallel = weights.expert_parallel
+        assert config.experts is not None and parallel is not None
+        self._group = weights.group
+        self._num_slots = parallel.num_slots
+        first = weights.group.index * parallel.num_slots
+        self._own = slice(first, first + parallel.num_slots)
+        self.place(parallel.initial_placement(), config.experts.num_experts)
+        self.experts = _load_experts(config, weights.whole(), names, self.placement[self._own])
+
+    def place(self, placement: Sequence[int], num_experts: int) -> None:
+        """`placement` is the expert of every slot."""
+        self.placement = tuple(placement)
+        self._all_slots = torch.arange(len(placement), dtype=torch.int32)
+        slots: list[list[int]] = [[] for _ in range(num_experts)]
+        for slot, expert in enumerate(placement):
+            slots[expert].append(slot)
+        counts = [len(each) for each in slots]
+        self._counts = torch.tensor(counts)
+        # [num_experts, most copies]: an expert's slots, repeated.
+        self._slots = torch.tensor([(each * max(counts))[: max(counts)] for each in slots])
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, H], ids and weights [T, top_k] -> [T, H]."""
+        groups = self.experts.group(self._choose(ids), self._all_slots, len(self._all_slots))
+        bounds = groups.starts[:: self._num_slots].tolist()  # where each rank's sorted rows begin
+        own = slice(*bounds[self._group.index : self._group.index + 2])
+        starts = groups.starts[self._own.start : self._own.stop + 1] - own.start
+        here = replace(groups, pairs=groups.pairs[own], starts=starts)
+        outputs = self.experts.down(self.experts.gate_up(x, here), here)  # [T, H] -> [own P, I] -> [own P, H]
+        counts = [end - start for start, end in itertools.pairwise(bounds)]
+        return self.experts.combine(gather_rows(self._group, outputs, counts), groups, weights)  # -> [P, H] -> [T, H]
+
+    def _choose(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the slot of every pair."""
+        if self._slots.shape[1] == 1:
+            return self._slots[:, 0][ids]
+        copies = torch.arange(len(ids))[:, None] % self._counts[ids]
+        return self._slots[ids, copies]
 
 
 class _SharedMLP:
@@ -121,14 +188,18 @@ def _make_router(experts: ExpertsConfig, hidden: int, weights: Weights) -> Linea
     return weights.linear_of("gate", weights.tensor("gate.weight", experts.num_experts, hidden), bias, is_wide=True)
 
 
-def _load_experts(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names) -> GroupedExperts:
-    """Reads and packs one expert after another, so that no second copy of all of them is in memory."""
-    count, inner, own = experts.num_experts, experts.intermediate_size, weights.share.part
+def _load_experts(config: ModelConfig, weights: Weights, names: _Names, chosen: Sequence[int]) -> GroupedExperts:
+    """Reads and packs one expert after another, so that no second copy of all of them is in memory.
+
+    Slot i has this rank's share of expert `chosen[i]`.
+    """
+    experts, hidden, own = config.experts, config.hidden_size, weights.share.part
+    assert experts is not None
     shape = ExpertsShape(
-        num_slots=count,
+        num_slots=len(chosen),
         in_features=hidden,
-        own_inner=len(own(inner)),
-        inner=inner,
+        own_inner=len(own(experts.intermediate_size)),
+        inner=experts.intermediate_size,
         out_features=len(own(hidden)),
         dtype=weights.dtype,
         is_clamped=experts.activation == CLAMPED,
@@ -136,10 +207,10 @@ def _load_experts(experts: ExpertsConfig, hidden: int, weights: Weights, names: 
     made = _make_grouped(shape, weights)
     is_fused = not weights.has(f"experts.0.{names.gate}.weight") and weights.has("experts.gate_up_proj")
     read = _read_fused if is_fused else _read_single
-    for expert in range(count):
+    for slot, expert in enumerate(chosen):
         gate_up, down = read(experts, hidden, weights, names, expert)
-        made.store(expert, gate_up, down)
-        for name, stored, weight in zip(("gate_up", "down"), made.weights(expert), (gate_up, down), strict=True):
+        made.store(slot, gate_up, down)
+        for name, stored, weight in zip(("gate_up", "down"), made.weights(slot), (gate_up, down), strict=True):
             weights.check(f"{weights.prefix}experts.{expert}.{name}", stored, weight)
     return made
 

@@ -18,6 +18,7 @@ from msgspec import structs
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.model import read_json
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
@@ -154,7 +155,8 @@ class Weights:
 
     Of a tensor that the ranks of `group` divide it delivers only this rank's share. Layers are divided by outputs; with
     `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
-    or as fast as possible, and `check` is called with each of them and its weight.
+    or as fast as possible, and `check` is called with each of them and its weight. With `expert_parallel` the ranks
+    have whole experts.
     """
 
     source: WeightSource
@@ -165,6 +167,7 @@ class Weights:
     delivery: Delivery = direct
     group: TensorGroup = ALONE
     divides_inputs: bool = False
+    expert_parallel: ExpertParallelConfig | None = None
     digest: WeightsDigest = field(default_factory=WeightsDigest)
     check: Check = trust
 
@@ -178,6 +181,10 @@ class Weights:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
         return self.delivery([self._read(name, shape)], shape, self.dtype, self.device)
+
+    def whole(self) -> Weights:
+        """Returns the view that delivers whole tensors to every rank."""
+        return replace(self, group=ALONE)
 
     @property
     def share(self) -> Share:

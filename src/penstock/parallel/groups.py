@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of one call of `gather_rows`, which makes several gathers of more.
+_GATHERED_BYTES = 16 << 20
 
 
 class TensorGroup(Protocol):
@@ -101,6 +103,29 @@ def sum_by_gather(group: TensorGroup, part: torch.Tensor) -> torch.Tensor:
     for other in others:
         total = total + other
     return total.to(part.dtype)
+
+
+def gather_rows(group: TensorGroup, part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """part [counts[index], W] -> [sum(counts), W], every rank's rows in order of ranks.
+
+    W and `counts` are the same on all ranks; counts may be zero. The result is valid as that of `gather_columns`.
+    """
+    width = part.shape[1]
+    most = max(1, _GATHERED_BYTES // (width * part.element_size() * group.count))
+
+    def gather(first: int, sizes: list[int]) -> torch.Tensor:
+        own = part[first : first + sizes[group.index]].reshape(1, -1)
+        return group.gather_columns(own, [size * width for size in sizes]).view(-1, width)
+
+    if max(counts) <= most:
+        return gather(0, list(counts))
+    starts = [sum(counts[:rank]) for rank in range(group.count)]
+    out = part.new_empty((sum(counts), width))
+    for first in range(0, max(counts), most):
+        sizes = [min(max(count - first, 0), most) for count in counts]
+        for start, rows in zip(starts, gather(first, sizes).split(sizes), strict=True):
+            out[start + first : start + first + len(rows)] = rows
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ def load_model(
                 delivery=delivery,
                 group=links.group,
                 divides_inputs=parts.divides_inputs(config.execution),
+                expert_parallel=config.parallel.experts,
                 digest=digests[-1],
                 check=check,
             )
@@ -123,5 +125,7 @@ def _build(
     if speculative is not None and speculative.draft_model is not None:
         check_supported(speculative.draft_model)
         with weights_of(speculative.draft_model.path) as weights:
-            drafter = parts.for_small_steps(build_model(speculative.draft_model, weights), config.execution)
+            # The experts of another model are divided like its other layers.
+            drafter = build_model(speculative.draft_model, replace(weights, expert_parallel=None))
+            drafter = parts.for_small_steps(drafter, config.execution)
     return model, drafter

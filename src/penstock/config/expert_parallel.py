@@ -1,0 +1,95 @@
+"""Whole experts on the ranks, and how they are balanced: `--enable-expert-parallel`, `--enable-eplb`, `--eplb-config`.
+
+The keys of `eplb_config` are vLLM's: `window_size`, `step_interval`, `num_redundant_experts`, `log_balancedness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from penstock.config.model import ModelConfig
+from penstock.config.options import Limits, convert_options, read_object
+from penstock.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EPLBConfig:
+    """Expert parallelism load balancing: every `step_interval` steps, from the load of the last `window_size` steps.
+
+    `num_redundant_experts` slots of a layer hold second copies.
+    """
+
+    window_size: Annotated[int, Limits(ge=1)] = 1000
+    step_interval: Annotated[int, Limits(ge=1)] = 3000
+    num_redundant_experts: Annotated[int, Limits(ge=0)] = 0
+    log_balancedness: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParallelConfig:
+    """Each rank of a stage has `num_slots` experts of every layer, whole; `balancing` is None if they stay there.
+
+    The numbers are a layer's. Without redundant slots there are as many slots as experts.
+    """
+
+    num_experts: int
+    num_redundant: int
+    num_ranks: int
+    balancing: EPLBConfig | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of one rank."""
+        return (self.num_experts + self.num_redundant) // self.num_ranks
+
+    def initial_placement(self) -> tuple[int, ...]:
+        """Returns the expert of every slot, rank after rank. No rank has two copies of one expert."""
+        return tuple(slot % self.num_experts for slot in range(self.num_slots * self.num_ranks))
+
+
+def parse_expert_parallel(
+    model: ModelConfig,
+    tp: int,
+    dp: int,
+    eplb_config: str | Mapping[str, Any] | None,
+    *,
+    is_enabled: bool,
+    balances: bool,
+) -> ExpertParallelConfig | None:
+    """Checks the arguments against the model and the number of ranks; None if experts are divided like other layers.
+
+    Raises ConfigError naming the argument and what to change.
+    """
+    if balances and not is_enabled:
+        raise ConfigError("enable_eplb needs enable_expert_parallel: without it every rank has a share of all experts")
+    if eplb_config is not None and not balances:
+        raise ConfigError("eplb_config needs enable_eplb")
+    if not is_enabled:
+        return None
+    if model.experts is None:
+        raise ConfigError(f"enable_expert_parallel needs a model with experts, and {model.path} has none: leave it out")
+    if dp > 1:
+        raise ConfigError(
+            f"enable_expert_parallel divides the experts among the ranks of one engine: data_parallel_size={dp} "
+            "cannot be used with it, use tensor_parallel_size"
+        )
+    given: Mapping[str, Any] = {} if eplb_config is None else read_object("eplb_config", eplb_config)
+    balancing = convert_options(EPLBConfig, given, "in eplb_config") if balances else None
+    redundant = 0 if balancing is None else balancing.num_redundant_experts
+    experts = model.experts.num_experts
+    if (experts + redundant) % tp:
+        missing = tp - (experts + redundant) % tp
+        with_redundant = f" and num_redundant_experts={redundant}" if redundant else ""
+        raise ConfigError(
+            f"the {experts} experts of a layer{with_redundant} cannot be divided equally among "
+            f"tensor_parallel_size={tp} ranks: set num_redundant_experts in eplb_config to {redundant + missing}, or "
+            "another tensor_parallel_size"
+        )
+    if redundant > experts * (tp - 1):
+        raise ConfigError(
+            f"num_redundant_experts={redundant} in eplb_config leaves more slots on a rank than there are experts: use "
+            f"at most {experts * (tp - 1)} with {experts} experts and tensor_parallel_size={tp}"
+        )
+    return ExpertParallelConfig(num_experts=experts, num_redundant=redundant, num_ranks=tp, balancing=balancing)
