@@ -29,7 +29,7 @@ BUDGETS = {
     "frontend": 1505,
     "grammar": 348,
     "kernels": 3664,
-    "kv_transfer": 6470,
+    "kv_transfer": 6476,
     "layers": 244,
     "loadgen": 453,
     "messages": 727,

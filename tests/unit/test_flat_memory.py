@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kv_transfer.topology.planner import merge
 from penstock.kv_transfer.transports.flat_memory import (
     FlatMemory,
     check_ranges,
     check_runs,
-    merged,
     pair_segments,
 )
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
@@ -32,8 +32,8 @@ def test_flat_offsets_address_the_regions_one_after_another(contents, data):
     assert (segments[:, 1] > 0).all()
     found = b"".join(ctypes.string_at(address, size) for address, size in segments.tolist())
     assert found == b"".join(flat[start:end] for start, end in cuts)
-    assert len(merged(segments)) <= len(segments)
-    assert b"".join(ctypes.string_at(address, size) for address, size in merged(segments).tolist()) == found
+    assert len(merge(segments)) <= len(segments)
+    assert b"".join(ctypes.string_at(address, size) for address, size in merge(segments).tolist()) == found
     for start, end in cuts:
         memory.write(start, bytes(reversed(flat[start:end])))
         flat = flat[:start] + flat[start:end][::-1] + flat[end:]

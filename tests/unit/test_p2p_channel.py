@@ -331,14 +331,14 @@ def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
         assert not recorder.is_time.wait(0.05), "a time is reported once"
 
 
-def test_the_thread_is_woken_to_notice_another_time() -> None:
+def test_the_thread_is_woken_to_notice_an_earlier_time() -> None:
     channel = start(SocketChannel(HOST, PORT, KEY))
     channel.close()
     counts: list[int] = []
-    for when in (5.0, 5.0, None):
+    for when in (5.0, 5.0, 6.0, 4.0, None, 9.0):
         channel.wake_at(when)
         counts.append(len(channel._commands))
-    assert counts == [1, 1, 2]
+    assert counts == [1, 1, 1, 2, 2, 3]
 
 
 def test_a_time_may_be_cleared_while_the_channel_looks_at_it() -> None:

@@ -36,6 +36,7 @@ class UnitDigests:
         unit: int,
     ) -> Iterator[tuple[int, bytes, int]]:
         """Yields for every unit of tokens [first, end): its first token, its digest, and the number of digested bytes.
+        The bytes are found in this call, and read when the result is iterated over.
 
         `table` is the request's block table. The digest is empty if the unit has no block, or the group no layer here.
         """
@@ -45,6 +46,10 @@ class UnitDigests:
         places = list(
             zip(numbers.tolist(), (runs[:, 0] - self._starts[numbers]).tolist(), runs[:, 1].tolist(), strict=True)
         )
-        for token, (start, stop) in zip(edges.tolist(), pairwise(bounds.tolist()), strict=False):
-            parts = [self._regions[number][at : at + size] for number, at, size in places[start:stop]]
-            yield token, digest(*parts) if parts else b"", sum(map(len, parts))
+
+        def digest_each() -> Iterator[tuple[int, bytes, int]]:
+            for token, (start, stop) in zip(edges.tolist(), pairwise(bounds.tolist()), strict=False):
+                parts = [self._regions[number][at : at + size] for number, at, size in places[start:stop]]
+                yield token, digest(*parts) if parts else b"", sum(map(len, parts))
+
+        return digest_each()

@@ -34,7 +34,8 @@ class Read:
     """All that a rank knows of a job: at most one transfer from each rank of `peer`, then the comparison of digests.
 
     `parts` has the transfers that have not begun; `retried` has the ranks to which a connection has been made again.
-    `check` is the comparison in progress, which yields the number of bytes compared and adds `bad_ranges`.
+    `check` is the comparison, which reads the bytes when all transfers have ended (`have_landed`). It yields the number
+    of bytes compared and adds `bad_ranges`.
     """
 
     job: ReadJob
@@ -43,7 +44,8 @@ class Read:
     retried: set[ShardId] = field(default_factory=set[ShardId])
     has_failed: bool = False
     transfers: list[_Transfer] = field(default_factory=list[_Transfer])
-    check: Iterator[int] | None = None
+    check: Iterator[int] = field(default_factory=lambda: iter(()))
+    have_landed: bool = False
     bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
     is_checked: bool = False
 

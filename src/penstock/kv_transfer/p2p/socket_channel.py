@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.kv_transfer.authentication import MAX_READ_BYTES, Authentication, Opener, Sealer
@@ -100,6 +101,8 @@ class SocketChannel:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
         self._connections: dict[PeerKey, _Connection] = {}
+        # Guards what is sent over authenticated connections, and their end.
+        self._lock = threading.RLock()
         self._lookups = Lookups()
         self._lookup_deadlines: dict[PeerKey, float] = {}
         self._paused: dict[socket.socket, float] = {}
@@ -125,15 +128,17 @@ class SocketChannel:
         return peer
 
     def send(self, peer: PeerKey, message: Message) -> None:
+        # The caller's thread sends, because the channel's thread might wait for the GIL until the caller's step ends.
         data = CODEC.encode(message)
-        self._command(lambda: self._seal(peer, data))
+        with self._lock:
+            self._seal(peer, data)
 
     def hang_up(self, peer: PeerKey) -> None:
         self._command(lambda: self._close_when_sent(peer))
 
     def wake_at(self, when: float | None) -> None:
-        if when != self._wake_time:
-            self._wake_time = when
+        before, self._wake_time = self._wake_time, when
+        if when is not None and (before is None or when < before):
             self._command(lambda: None)
 
     def start(self, handler: ChannelHandler) -> None:
@@ -241,7 +246,8 @@ class SocketChannel:
             try:
                 # An earlier event may have ended it.
                 if mask & selectors.EVENT_WRITE and self._has(connection):
-                    self._flush(connection)
+                    with self._lock:
+                        self._flush(connection)
                 if mask & selectors.EVENT_READ and self._has(connection):
                     self._read(connection)
             except (OSError, PeerError, WireError) as error:
@@ -385,15 +391,14 @@ class SocketChannel:
 
     def _seal(self, peer: PeerKey, data: bytes) -> None:
         connection = self._connections.get(peer)
-        if connection is None or connection.sealer is None:
-            return
-        if len(connection.unsent) > _MAX_UNSENT_BYTES:
-            self._lose(connection, "the peer does not read what is sent")
+        if connection is None or connection.sealer is None or connection.is_closing:
             return
         try:
+            if len(connection.unsent) > _MAX_UNSENT_BYTES:
+                raise PeerError("the peer does not read what is sent")
             self._queue(connection, connection.sealer.seal(data))
-        except OSError as error:
-            self._lose(connection, str(error))
+        except (OSError, PeerError) as error:
+            self._command(partial(self._lose, connection, str(error)))
 
     def _queue(self, connection: _Connection, data: bytes) -> None:
         if data:
@@ -414,12 +419,13 @@ class SocketChannel:
     def _close_when_sent(self, peer: PeerKey) -> None:
         connection = self._connections.get(peer)
         if connection is not None:
-            connection.is_closing = True
             connection.deadline = self._clock.now() + _CLOSE_SECONDS
-            try:
-                self._flush(connection)
-            except OSError:
-                self._forget(connection)
+            with self._lock:
+                connection.is_closing = True
+                try:
+                    self._flush(connection)
+                except OSError:
+                    self._forget(connection)
 
     def _end_late_ones(self) -> None:
         now = self._clock.now()
@@ -434,8 +440,9 @@ class SocketChannel:
             self._put(Lost(peer, f"no name server has answered within {_OPEN_SECONDS:g} seconds"))
 
     def _lose(self, connection: _Connection, reason: str) -> None:
+        is_known = self._has(connection)
         self._forget(connection)
-        if connection.is_closing:
+        if connection.is_closing or not is_known:
             return
         if connection.is_outgoing and connection.opener is None:
             self._connect_to_next(connection.peer, connection.others, reason)
@@ -445,9 +452,10 @@ class SocketChannel:
             logger.info("a connection from %s was refused: %s", connection.peer, reason)
 
     def _forget(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.peer, None) is not None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
+        with self._lock:
+            if self._connections.pop(connection.peer, None) is not None:
+                self._selector.unregister(connection.socket)
+                connection.socket.close()
 
     def _put(self, event: ChannelEvent) -> None:
         self._events.append(event)

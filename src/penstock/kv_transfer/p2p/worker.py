@@ -44,6 +44,7 @@ _IDLE_SECONDS = 0.01
 _MIN_SECONDS = 0.001
 # A request that arrives while a step waits for transfers waits too.
 _WAIT_SECONDS = 0.002
+_BEGIN_SECONDS = 0.0001
 
 
 @dataclass(slots=True, eq=False)
@@ -115,17 +116,29 @@ class P2PWorker(NullWorkerConnector):
                 self._mover.give_up(read)
 
     def start_load_kv(self) -> None:
-        for job in self._metadata.reads:
-            self._mover.add(self._make_read(job))
+        reads = [self._make_read(job) for job in self._metadata.reads]
+        for read in reads:
+            self._mover.add(read)
+        if reads and self._metadata.has_time:
+            # What is to be digested is found while the bytes move: after the transport's threads, which may share this
+            # core, have asked for them.
+            self._wait(_BEGIN_SECONDS)
+            for read in reads:
+                if not read.has_failed:
+                    self._check(read, 0)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         room = self._collect(self._room())
         if self._metadata.has_time and not self._reports and room > 0 and self._mover.reads:
-            handles = [each.handle for read in self._mover.reads for each in read.transfers]
-            self._transport.wait(handles, self._wait_seconds)
+            self._wait(self._wait_seconds)
             self._collect(room)
         reports, self._reports = tuple(self._reports), []
         return KVConnectorOutput(reports)
+
+    def _wait(self, seconds: float) -> None:
+        """Waits for a transfer."""
+        handles = [each.handle for read in self._mover.reads for each in read.transfers]
+        self._transport.wait(handles, min(seconds, self._wait_seconds))
 
     def _room(self) -> float:
         """Returns how many bytes this step may digest, by its length and the time since the last one."""
@@ -143,7 +156,8 @@ class P2PWorker(NullWorkerConnector):
         """
         for read in self._mover.reads:
             self._watch(read)
-            room = self._check(read, room)
+            if read.have_landed and not read.is_checked and room > 0:
+                room = self._check(read, room)
         self._mover.cut_unwanted()
         for each in self._digesting:
             if room > 0:
@@ -198,6 +212,7 @@ class P2PWorker(NullWorkerConnector):
     def _make_read(self, job: ReadJob) -> Read:
         """Returns a read from each rank that has KV for this one; from none if the same step cancels the job."""
         read = Read(job, self._tables.get(job.peer, {}), parts={})
+        read.check = self._compare(read)
         try:
             read.parts = self._sources(job)
         except PeerError as error:
@@ -213,29 +228,28 @@ class P2PWorker(NullWorkerConnector):
 
     def _watch(self, read: Read) -> None:
         """Checks the state of the transfers, and begins to compare digests when all have settled."""
-        if read.check is not None or read.is_checked:
+        if read.have_landed or read.is_checked:
             return
         states = self._mover.advance(read)
         if read.parts or not all(state.is_settled for state in states):
             return
-        if read.has_failed or not read.job.digests:
-            read.is_checked = True
-        else:
-            read.check = self._compare(read)
+        read.have_landed = True
+        read.is_checked = read.has_failed or not read.job.digests
 
     def _check(self, read: Read, room: float) -> float:
         """Compares digests of about `room` bytes; returns the room that is left."""
-        if read.check is not None and room > 0:
-            try:
-                room, read.is_checked = _advance(read.check, room)
-            except PeerError as error:
-                logger.warning("KV of %s cannot be compared with its digests: %s", read.job.job_id, error)
-                self._mover.give_up(read)
-                read.is_checked = True
+        try:
+            room, read.is_checked = _advance(read.check, room)
+        except PeerError as error:
+            logger.warning("KV of %s cannot be compared with its digests: %s", read.job.job_id, error)
+            self._mover.give_up(read)
+            read.is_checked = read.have_landed
         return room
 
     def _compare(self, read: Read) -> Iterator[int]:
+        """Yields 0 when it has found the bytes to digest, and then reads them."""
         job = read.job
+        parts: list[tuple[int, int, Iterator[bytes], Iterator[tuple[int, bytes, int]]]] = []
         given = {(each.producer, each.consumer): each.digests for each in job.digests}
         for shard, slices in self._sources(job).items():
             layout = self._tables[job.peer][shard].layout
@@ -244,11 +258,15 @@ class P2PWorker(NullWorkerConnector):
             order = digest_order(layout)
             for group, table in enumerate(job.block_ids):
                 wanted = iter(expected[group] if group < len(expected) else ())
-                for token, each, num_bytes in self._digests.of(slices, order, table, group, job.first, job.end, unit):
-                    # Without a block here, nothing was requested.
-                    if next(wanted, b"") != each and each:
-                        read.bad_ranges.append(BadRange(group, token, min(token + unit, job.end)))
-                    yield num_bytes
+                units = self._digests.of(slices, order, table, group, job.first, job.end, unit)
+                parts.append((group, unit, wanted, units))
+        yield 0
+        for group, unit, wanted, units in parts:
+            for token, each, num_bytes in units:
+                # Without a block here, nothing was requested.
+                if next(wanted, b"") != each and each:
+                    read.bad_ranges.append(BadRange(group, token, min(token + unit, job.end)))
+                yield num_bytes
 
     def _report(self, read: Read) -> TransferReport:
         """Returns the report; a failure without ranges means that no KV is usable."""

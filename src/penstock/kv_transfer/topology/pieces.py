@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from penstock.kv_transfer.topology.layouts import Placement, extent
-from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, SliceShape, blocks_of, cut_tokens, merge
+from penstock.kv_transfer.topology.planner import (
+    NUM_KNOWN,
+    BlockIdList,
+    LayerSlice,
+    SliceShape,
+    blocks_of,
+    cut_tokens,
+    merge,
+)
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout, LayerLayout
 from penstock.utils.errors import PeerError
@@ -50,35 +59,45 @@ def unit_runs(
     pieces are runs[bounds[i]:bounds[i + 1]], none in a NULL_BLOCK. `order`, which is that of the sender's axes, alone
     determines their order: read in it, shards that have the same KV have the same bytes.
     """
-    place = Placement(layout)
-    starts, lengths = edges[:-1], np.diff(edges)
-    crosses = starts // place.block_size != (edges[1:] - 1) // place.block_size
-    assert not crosses.any(), f"units begin at {starts[crosses]} and end in another block of {place.block_size} tokens"
-    block_ids = blocks_of(table, place.block_size, starts)
-    shapes = list(_slices_of(place, order, slices, group))
+    size, starts, lengths = layout.block_size, edges[:-1], np.diff(edges)
+    crosses = starts // size != (edges[1:] - 1) // size
+    assert not crosses.any(), f"units begin at {starts[crosses]} and end in another block of {size} tokens"
+    block_ids = blocks_of(table, size, starts)
     counts = np.zeros(len(starts), np.int64)
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for length in np.unique(lengths):
         units = np.flatnonzero((lengths == length) & (block_ids != NULL_BLOCK))
-        rows = _pieces_of_units(shapes, order, block_ids[units], starts[units], int(length))
-        counts[units] = rows.shape[1]
-        found.append((units, rows))
+        rows = [np.empty((len(units), 0, 2), np.int64)]
+        for shape, pieces in _pieces_of_unit(layout, order, tuple(slices), group, int(length)):
+            rows.append(np.repeat(pieces[None], len(units), axis=0))
+            rows[-1][:, :, 0] += shape.token_offsets(block_ids[units], starts[units])[:, None]
+        found.append((units, np.concatenate(rows, axis=1)))
+        counts[units] = found[-1][1].shape[1]
     bounds = np.concatenate([[0], np.cumsum(counts)])
     runs = np.empty((bounds[-1], 2), np.int64)
-    for units, rows in found:
-        runs[bounds[units][:, None] + np.arange(rows.shape[1])] = rows
+    for units, pieces in found:
+        runs[bounds[units][:, None] + np.arange(pieces.shape[1])] = pieces
     return runs, bounds
 
 
-def _slices_of(
-    place: Placement, order: tuple[str, ...], slices: Sequence[LayerSlice], group: int
-) -> Iterator[tuple[SliceShape, int]]:
+@lru_cache(NUM_KNOWN)
+def _pieces_of_unit(
+    layout: KVLayout, order: tuple[str, ...], slices: tuple[LayerSlice, ...], group: int, length: int
+) -> Sequence[tuple[SliceShape, np.ndarray]]:
+    """Returns the pieces, [n, 2], of a unit whose tokens are at offset 0 of their layers, for consecutive slices of
+    the same shape. Every transfer between two shards has the same."""
+    place = Placement(layout)
+    found: list[tuple[SliceShape, list[np.ndarray]]] = []
     for each in slices:
         layer = place.layer(each.name)
         if layer.group != group:
             continue
         _check_axes(layer, order)
-        yield SliceShape.of(layer, each), place.start(layer)
+        shape = SliceShape.of(layer, each)
+        if not found or found[-1][0] != shape:
+            found.append((shape, []))
+        found[-1][1].append(_ordered(shape, order, length) + np.array([place.start(layer), 0], np.int64))
+    return [(shape, np.concatenate(pieces)) for shape, pieces in found]
 
 
 def _check_axes(layer: LayerLayout, order: tuple[str, ...]) -> None:
@@ -86,28 +105,8 @@ def _check_axes(layer: LayerLayout, order: tuple[str, ...]) -> None:
         raise PeerError(f"layer {layer.name!r} has axes {missing} that the other engine's order {order} lacks")
 
 
-def _pieces_of_units(
-    shapes: Sequence[tuple[SliceShape, int]],
-    order: tuple[str, ...],
-    block_ids: np.ndarray,
-    starts: np.ndarray,
-    length: int,
-) -> np.ndarray:  # [units, pieces of each, 2]
-    """Returns the pieces of units of equal length, slice by slice."""
-    known: dict[SliceShape, np.ndarray] = {}
-    parts = [np.empty((len(starts), 0, 2), np.int64)]
-    for shape, start in shapes:
-        if shape not in known:
-            tokens = np.arange(length, dtype=np.int64) * shape.token[1]
-            pieces = _ordered(shape, order, tokens)
-            known[shape] = np.repeat(pieces[None], len(starts), axis=0)
-            known[shape][:, :, 0] += shape.token_offsets(block_ids, starts)[:, None]
-        parts.append(known[shape] + np.array([start, 0], np.int64))
-    return np.concatenate(parts, axis=1)
-
-
-def _ordered(shape: SliceShape, order: tuple[str, ...], tokens: np.ndarray) -> np.ndarray:  # [n, 2]
-    """Returns the pieces of the tokens at these offsets."""
+def _ordered(shape: SliceShape, order: tuple[str, ...], length: int) -> np.ndarray:  # [n, 2]
+    """Returns the pieces of `length` tokens, the first of which is at offset 0."""
     axes = [axis for axis in order if axis != "block"]
     num_bytes = shape.itemsize
     while axes and axes[-1] != "token":
@@ -119,6 +118,6 @@ def _ordered(shape: SliceShape, order: tuple[str, ...], tokens: np.ndarray) -> n
     offsets = np.zeros(1, np.int64)
     for axis in axes:
         size, stride = getattr(shape, axis)
-        inner = tokens if axis == "token" else np.arange(size) * stride
+        inner = np.arange(length if axis == "token" else size, dtype=np.int64) * stride
         offsets = (offsets[:, None] + inner).reshape(-1)
     return merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1))

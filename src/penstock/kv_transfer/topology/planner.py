@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,9 @@ from penstock.utils.math import round_up
 
 ShardTable = Mapping[ShardId, KVLayout]
 """The layouts of all shards of one engine."""
+
+NUM_KNOWN = 64
+"""For how many pairs of shards the part of a plan that all their transfers share is kept."""
 
 BlockIdList = Sequence[int]
 """A request's block ids in one group, from its first token on."""
@@ -82,6 +86,19 @@ def plan_runs(
     not copied. Offsets are flat, as if the regions of a layout were concatenated. Runs that are contiguous on both
     sides are merged. Raises PeerError if the shards or the tables do not fit.
     """
+    starts = _pair_layers(local, remote, tuple(slices))
+    groups = {pair.group for pair in starts}
+    spans = {group: _Spans(tables[group], local.block_size, remote.block_size, first, end) for group in groups}
+    # Layers of the same shapes are planned once.
+    planned = [(at + pair.runs(spans[pair.group])[None]).reshape(-1, 3) for pair, at in starts.items()]
+    return _sort_and_merge(planned)
+
+
+@lru_cache(NUM_KNOWN)
+def _pair_layers(
+    local: KVLayout, remote: KVLayout, slices: tuple[LayerSlice, ...]
+) -> Mapping[_Pair, np.ndarray]:  # [layers, 1, 3] int64: local start, remote start, 0
+    """Groups the slices by their shapes on both sides. Every transfer between two shards has the same."""
     here, there = Placement(local), Placement(remote)
     starts: dict[_Pair, list[tuple[int, int, int]]] = {}
     for each in slices:
@@ -89,14 +106,7 @@ def plan_runs(
         check_fit(mine, theirs)
         pair = _Pair(mine.group, SliceShape.of(mine, each), SliceShape.of(theirs, each))
         starts.setdefault(pair, []).append((here.start(mine), there.start(theirs), 0))
-    groups = {pair.group for pair in starts}
-    spans = {group: _Spans(tables[group], here.block_size, there.block_size, first, end) for group in groups}
-    # Layers of the same shapes are planned once.
-    planned = [
-        (np.array(at, np.int64)[:, None] + pair.runs(spans[pair.group])[None]).reshape(-1, 3)
-        for pair, at in starts.items()
-    ]
-    return _sort_and_merge(planned)
+    return {pair: np.array(at, np.int64)[:, None] for pair, at in starts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +199,16 @@ class _Pair:
         for length in np.unique(spans.lengths):
             chosen = spans.lengths == length
             starts = spans.starts[chosen]
-            outer = np.stack(
-                [
-                    self.local.token_offsets(spans.local_ids[chosen], starts),
-                    self.remote.token_offsets(spans.remote_ids[chosen], starts),
-                ],
-                axis=1,
-            )
-            inner, num_bytes = self._inside(int(length))
-            offsets = (outer[:, None] + inner[None]).reshape(-1, 2)
-            parts.append(np.insert(offsets, 2, num_bytes, axis=1))
+            inside = self._inside(int(length))
+            runs = np.repeat(inside[None], len(starts), axis=0)
+            runs[:, :, 0] += self.local.token_offsets(spans.local_ids[chosen], starts)[:, None]
+            runs[:, :, 1] += self.remote.token_offsets(spans.remote_ids[chosen], starts)[:, None]
+            parts.append(runs.reshape(-1, 3))
         return _sort_and_merge(parts)
 
-    def _inside(self, num_tokens: int) -> tuple[np.ndarray, int]:
-        """Returns the pieces of `num_tokens` tokens of one block: [n, 2] offsets, and the bytes of each."""
+    @lru_cache(NUM_KNOWN)  # noqa: B019 - equal pairs share it
+    def _inside(self, num_tokens: int) -> np.ndarray:  # [n, 3]
+        """Returns the pieces of `num_tokens` tokens of one block, relative to the first of them."""
         local, remote = self.local, self.remote
         axes = [(num_tokens, local.token[1], remote.token[1])]
         for mine, theirs in ((local.head, remote.head), (local.kv, remote.kv), (local.dim, remote.dim)):
@@ -215,7 +221,7 @@ class _Pair:
         offsets = np.zeros((1, 2), np.int64)
         for size, *strides in sorted(axes, key=lambda axis: -axis[1]):
             offsets = (offsets[:, None] + np.arange(size)[:, None] * np.array(strides)).reshape(-1, 2)
-        return offsets, num_bytes
+        return np.column_stack([offsets, np.full(len(offsets), num_bytes)])
 
 
 def _sort_and_merge(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -117,16 +117,6 @@ def pair_segments(local: AddressSpace, remote: AddressSpace, runs: np.ndarray) -
     return remote.located(local.located(remote.split(local.split(runs, 0), 1), 0), 1)
 
 
-def merged(pieces: np.ndarray) -> np.ndarray:
-    """Returns the same memory, [n, k] int64 of addresses and, last, bytes, in as few pieces as its order allows."""
-    if len(pieces) < 2:
-        return pieces
-    is_first = np.ones(len(pieces), bool)
-    is_first[1:] = (pieces[1:, :-1] != pieces[:-1, :-1] + pieces[:-1, -1:]).any(1)
-    sizes = np.add.reduceat(pieces[:, -1], np.flatnonzero(is_first))
-    return np.column_stack([pieces[is_first, :-1], sizes])
-
-
 def check_ranges(offsets: np.ndarray, sizes: np.ndarray, num_bytes: int, whose: str) -> None:
     """Raises PeerError unless all ranges of bytes are within [0, num_bytes), even if a sum would overflow."""
     is_bad = (offsets < 0) | (sizes < 0) | (offsets > num_bytes) | (sizes > num_bytes - offsets)

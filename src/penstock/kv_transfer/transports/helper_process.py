@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from penstock.kv_transfer.topology.planner import merge
 from penstock.kv_transfer.transports.agents import Agent, AgentSettings
-from penstock.kv_transfer.transports.flat_memory import AddressSpace, merged, pair_segments
+from penstock.kv_transfer.transports.flat_memory import AddressSpace, pair_segments
 from penstock.kv_transfer.transports.helper import CODEC, Landed, OpenAgent, Read, ServedMemory
 from penstock.kv_transfer.transports.mooncake_agent import MooncakeAgent
 from penstock.kv_transfer.transports.nixl_agent import NixlAgent
@@ -46,7 +47,7 @@ def serve(engine: Parent) -> None:
     for message in messages:
         if not isinstance(message, Read):
             raise WireError(f"a helper does not accept {type(message).__name__}")
-        pieces = merged(pair_segments(local, remote, message.runs))
+        pieces = merge(pair_segments(local, remote, message.runs))
         for start in range(0, len(pieces), agent.max_pieces):
             agent.read(pieces[start : start + agent.max_pieces])
         engine.send(Landed())

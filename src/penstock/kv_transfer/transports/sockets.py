@@ -26,8 +26,9 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from penstock.kv_transfer.topology.planner import merge
 from penstock.kv_transfer.transports.base import PeerId, TransferHandle
-from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_ranges, merged
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_ranges
 from penstock.kv_transfer.transports.listener import listen_on
 from penstock.kv_transfer.transports.peers import Lane, Peer, PeerTransport
 from penstock.kv_transfer.transports.socket_protocol import (
@@ -70,8 +71,8 @@ class _Link(Lane):
 
     def read(self, runs: np.ndarray) -> bool:
         assert self._stream is not None, "it is open"
-        segments = merged(self._memory.segments(runs[:, [0, 2]]))
         self._stream.send(encode(Request(runs[:, 1:].astype("<i8").tobytes())))
+        segments = merge(self._memory.segments(runs[:, [0, 2]]))  # while the peer reads the request
         answer = decode(Answer, self._stream.receive())
         if answer.refusal:
             _logger.warning("the peer refuses a transfer: %s", answer.refusal)
@@ -146,7 +147,7 @@ class SocketsTransport(PeerTransport[Address]):
             stream.send(encode(Answer(str(refusal))))
             return
         stream.send(encode(Answer()))
-        stream.send_segments(merged(self._memory.segments(ranges)))
+        stream.send_segments(merge(self._memory.segments(ranges)))
 
     def _ranges(self, request: Request) -> np.ndarray:
         """Returns the request's ranges, [n, 2] int64, checked. Raises PeerError."""
