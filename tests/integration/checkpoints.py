@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,31 @@ def make_mtp_checkpoint(
         stored[f"model.layers.{COMMON['num_hidden_layers']}.{tensor_name}"] = tensor.contiguous()
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     return path, model, module
+
+
+def quantize_in_blocks(path: Path, folder: Path, block: tuple[int, int] = (32, 48)) -> tuple[Path, Path]:
+    """Writes a checkpoint's linear layers as FP8 with scales of blocks, and a twin with the values they stand for."""
+    stored = load_file(path / "model.safetensors")
+    twin, quantized = folder / "twin", folder / "fp8"
+    for other in (twin, quantized):
+        shutil.copytree(path, other)
+    values = dict(stored)
+    for name, weight in list(stored.items()):
+        if weight.ndim < 2 or "proj" not in name:
+            continue
+        rows, columns = weight.shape[-2:]
+        counts = (-(-rows // block[0]), -(-columns // block[1]))
+        scales = torch.rand(*weight.shape[:-2], *counts) * 0.01 + 0.001
+        whole = scales.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
+        stored[name] = (weight.float() / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        values[name] = (stored[name].float() * whole).to(weight.dtype)
+    save_file(values, twin / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (quantized / "config.json").write_text(json.dumps(config))
+    return quantized, twin
 
 
 def make_classifier_checkpoint(

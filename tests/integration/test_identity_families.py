@@ -16,7 +16,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from tests.grids import grid
-from tests.integration.checkpoints import COMMON, make_checkpoint, make_mtp_checkpoint
+from tests.integration.checkpoints import COMMON, make_checkpoint, make_mtp_checkpoint, quantize_in_blocks
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 
 FAMILIES = ("qwen3-moe", "mixtral", "youtu-latent", "deepseek-v2", "deepseek-v3", "glm-flash")
@@ -215,3 +215,24 @@ def test_grouped_query_drafts_of_a_model_with_latents(families: Families) -> Non
     assert decode.stats().speculation.num_draft_tokens > 0
     for llm in (plain, prefill, decode):
         llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("deepseek-v3", {}),
+        ("deepseek-v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "speculative_config": MTP}),
+        ("qwen3-moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ],
+)
+def test_fp8_blocks_are_the_values_they_stand_for(
+    families: Families, tmp_path: Path, name: str, arguments: dict[str, Any]
+) -> None:
+    quantized, twin = quantize_in_blocks(families.path(name), tmp_path)
+    answers: list[list[Answer]] = []
+    for path, changes in ((twin, {}), (quantized, arguments)):
+        llm = engine(path, **changes)
+        answers.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
+        llm.shutdown()
+    assert answers[0] == answers[1]
+    assert answers[0] != families.expected(name)

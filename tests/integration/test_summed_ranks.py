@@ -41,7 +41,8 @@ Build = Callable[[TensorGroup, bool], torch.Tensor]
 
 
 def weights_of(path: Path, group: TensorGroup, divides_inputs: bool) -> Weights:
-    return Weights(open_weights(path, "auto"), torch.float32, CPU, group=group, divides_inputs=divides_inputs)
+    source = open_weights(load_model_config(path), "auto")
+    return Weights(source, torch.float32, CPU, group=group, divides_inputs=divides_inputs)
 
 
 @torch.inference_mode()

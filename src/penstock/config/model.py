@@ -43,7 +43,8 @@ class ModelConfig:
 
     `max_position_embeddings` is the longest context in tokens; `layer_windows[i]` is layer i's sliding window in
     tokens, 0 for full attention. With `latent`, the one KV head of size `head_dim` is what the cache stores of a token.
-    The first `rotary_dim` dimensions of a head are rotated.
+    The first `rotary_dim` dimensions of a head are rotated. With `fp8_block` weights are 8-bit floats with a scale for
+    every block of so many rows and columns.
     """
 
     path: Path
@@ -67,6 +68,7 @@ class ModelConfig:
     layer_windows: tuple[int, ...]
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
+    fp8_block: tuple[int, int] | None = None
     experts: ExpertsConfig | None = None
 
 
@@ -154,17 +156,30 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         encoder=encoder,
         latent=latent,
         experts=read_experts(raw),
+        fp8_block=_parse_quantization(path, raw.get("quantization_config")),
     )
 
 
 def _refuse_variants(path: Path, raw: dict[str, Any], encoder: EncoderConfig | None) -> None:
     """Refuses checkpoints that would load but compute something other than intended."""
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{path} is quantized, which is not supported: use a bfloat16, float16 or float32 checkpoint")
     if encoder is None and raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path} has hidden_act {raw['hidden_act']!r}; supported: silu")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path} has partial_rotary_factor {raw['partial_rotary_factor']}; supported: 1.0")
+
+
+def _parse_quantization(path: Path, raw: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Returns the blocks of an FP8 checkpoint; None if its weights are not quantized."""
+    if not raw:
+        return None
+    block: Any = raw.get("weight_block_size")
+    if raw.get("quant_method") == "fp8" and block and all(isinstance(size, int) and size > 0 for size in block):
+        rows, columns = block
+        return rows, columns
+    raise ConfigError(
+        f"{path} is quantized with quant_method {raw.get('quant_method')!r} and weight_block_size {block!r}, which is "
+        "not supported: use a bfloat16, float16 or float32 checkpoint, or one in FP8 with blocks such as [128, 128]"
+    )
 
 
 def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int:

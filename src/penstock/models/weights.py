@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from penstock.config.expert_parallel import ExpertParallelConfig
-from penstock.config.model import read_json
+from penstock.config.model import ModelConfig, read_json
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
@@ -40,6 +40,7 @@ from penstock.utils.errors import ConfigError
 _INDEX = "model.safetensors.index.json"
 _PROGRESS_DELAY_SECONDS = 2.0
 _DUMMY_STD = 0.02
+_FP8_SCALE = "_scale_inv"
 _DUMMY_POOL = 1 << 22
 _HOST = torch.device("cpu")
 
@@ -329,6 +330,38 @@ class CheckpointSource:
         self._open_files.clear()
 
 
+class BlockFP8Source:
+    """The tensors of another source, of which those in blocks of 8-bit floats become bfloat16 when they are read.
+
+    `NAME.weight` of float8_e4m3fn has a scale for every block in `NAME.weight_scale_inv` (DeepSeek-V3,
+    arXiv:2412.19437): a value is the stored number times its block's scale in float32, rounded to bfloat16.
+    """
+
+    def __init__(self, source: WeightSource, block: tuple[int, int]) -> None:
+        """`block` is the number of rows and of columns that share a scale."""
+        self._source = source
+        self._block = block
+
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
+        stored = self._source.read(name, shape, part)
+        if stored.dtype != torch.float8_e4m3fn:
+            return stored
+        *others, rows, columns = shape
+        counts = [-(-size // count) for size, count in zip((rows, columns), self._block, strict=True)]
+        whole = (*part, *[slice(None)] * (len(shape) - len(part)))
+        scales = self._source.read(name + _FP8_SCALE, (*others, *counts), whole[:-2] or ALL).float()
+        for axis, size, count in ((-2, rows, self._block[0]), (-1, columns, self._block[1])):
+            chosen = torch.arange(size)[whole[axis]] // count
+            scales = scales.index_select(axis, chosen.to(scales.device))
+        return (stored.float() * scales).bfloat16()
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def close(self) -> None:
+        self._source.close()
+
+
 class DummySource:
     """Random weights that depend only on the tensor's name: norms are one, biases and d2t zero, the rest normal.
 
@@ -362,14 +395,18 @@ class DummySource:
         self._pool = torch.empty(0)
 
 
-def open_weights(folder: Path, load_format: str, device: torch.device = _HOST) -> WeightSource:
+def open_weights(shape: ModelConfig, load_format: str, device: torch.device = _HOST) -> WeightSource:
     """Opens the source for `load_format` "auto" or "dummy", which generates its tensors on `device`."""
-    return DummySource(device) if load_format == "dummy" else CheckpointSource(folder)
+    if load_format == "dummy":
+        return DummySource(device)
+    source = CheckpointSource(shape.path)
+    return source if shape.fp8_block is None else BlockFP8Source(source, shape.fp8_block)
 
 
-def checkpoint_bytes(folder: Path) -> int:
-    """Returns the size of the checkpoint's weight files in bytes."""
-    return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
+def memory_of_weights(shape: ModelConfig) -> int:
+    """Returns the bytes of a checkpoint's weights in memory."""
+    num_bytes = sum((shape.path / file).stat().st_size for file in set(_locate(shape.path).values()))
+    return num_bytes if shape.fp8_block is None else 2 * num_bytes
 
 
 def _locate(folder: Path) -> dict[str, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from penstock.config.engine import EngineConfig
+from penstock.config.model import ModelConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
@@ -17,7 +17,7 @@ from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
 from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
-from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
+from penstock.models.weights import Weights, WeightsDigest, compare, memory_of_weights, open_weights, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES
@@ -40,7 +40,7 @@ def load_model(
     device, memory = torch.device(config.device), parts.memory
     is_read = config.load_format != "dummy" and parts.has_memory
     if is_read:
-        needed, available = checkpoint_bytes(config.model.path) // config.parallel.num_ranks, memory.available()
+        needed, available = memory_of_weights(config.model) // config.parallel.num_ranks, memory.available()
         if needed > available:
             of_rank = "a rank's part of the" if config.parallel.num_ranks > 1 else "the"
             raise ConfigError(
@@ -56,10 +56,10 @@ def load_model(
     check = compare if config.check_weights and parts.has_memory else trust
 
     @contextmanager
-    def weights_of(folder: Path) -> Iterator[Weights]:
+    def weights_of(shape: ModelConfig) -> Iterator[Weights]:
         # Only the identity of KV that leaves the engine needs the digests.
         digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
-        opened = closing(open_weights(folder, config.load_format, device))
+        opened = closing(open_weights(shape, config.load_format, device))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             yield Weights(
                 source,
@@ -84,13 +84,13 @@ def load_model(
 
 
 def _read_head(
-    config: EngineConfig, shard: ShardId, weights_of: Callable[[Path], AbstractContextManager[Weights]]
+    config: EngineConfig, shard: ShardId, weights_of: Callable[[ModelConfig], AbstractContextManager[Weights]]
 ) -> PoolingHead | None:
     """Reads the classifier, on the ranks of the last stage. No KV depends on it, so its weights are not identified."""
     if config.pooling is None or config.pooling.head is None or shard[0] != config.parallel.pp - 1:
         return None
     encoder = None if config.model.encoder is None else encoder_architecture(config.model)
-    with weights_of(config.model.path) as weights:
+    with weights_of(config.model) as weights:
         return read_pooling_head(config.pooling.head, config.model, weights, encoder)
 
 
@@ -99,10 +99,10 @@ def _build(
     parts: DeviceParts,
     shard: ShardId,
     links: RankLinks,
-    weights_of: Callable[[Path], AbstractContextManager[Weights]],
+    weights_of: Callable[[ModelConfig], AbstractContextManager[Weights]],
 ) -> tuple[Model, Drafter | None]:
     if config.model.encoder is not None:
-        with weights_of(config.model.path) as weights:
+        with weights_of(config.model) as weights:
             return build_encoder(config.model, weights), None
     parallel, speculative = config.parallel, config.speculative
     stage = stages(config.model.num_hidden_layers, parallel.pp, parallel.layer_counts)[shard[0]]
@@ -110,7 +110,7 @@ def _build(
     has_mtp = speculative is not None and speculative.method == "mtp"
     aux_layers = () if eagle3 is None else eagle3.aux_layers
     drafter: Drafter | None = None
-    with weights_of(config.model.path) as weights:
+    with weights_of(config.model) as weights:
         feeds_head = stage.is_last and (has_mtp or eagle3 is not None)
         has_logits = config.pooling is None
         decoder = build_model(config.model, weights, aux_layers, stage, feeds_head, has_logits)
@@ -120,11 +120,11 @@ def _build(
     if not stage.is_last:
         return model, None
     if eagle3 is not None:
-        with weights_of(eagle3.shape.path) as weights:
+        with weights_of(eagle3.shape) as weights:
             drafter = Eagle3Head(eagle3, weights, decoder)
     if speculative is not None and speculative.draft_model is not None:
         check_supported(speculative.draft_model)
-        with weights_of(speculative.draft_model.path) as weights:
+        with weights_of(speculative.draft_model) as weights:
             # The experts of another model are divided like its other layers.
             drafter = build_model(speculative.draft_model, replace(weights, expert_parallel=None))
             drafter = parts.for_small_steps(drafter, config.execution)
