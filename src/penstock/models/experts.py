@@ -22,9 +22,9 @@ from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.dispatch import is_interpreted
 from penstock.kernels.experts import ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
+from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
-from penstock.layers.router import route
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp
 from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
@@ -64,11 +64,8 @@ class Experts:
         names = _find_names(config, weights)
         weights = weights / names.part
         self.config = experts
-        self.router = _make_router(experts, hidden, weights)
-        self.correction: torch.Tensor | None = None
-        if experts.has_correction_bias:
-            exact = replace(weights, dtype=torch.float32)
-            self.correction = exact.tensor("gate.e_score_correction_bias", experts.num_experts)
+        self.router_logits = _read_router(experts, hidden, weights)
+        self.route = Router(experts, _read_correction(experts, weights))
         self.experts = _load_experts(experts, hidden, weights, names)
         # An expert's slot: all experts are here, in order.
         self.slots = torch.arange(experts.num_experts, dtype=torch.int32)
@@ -78,7 +75,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shared = None if self.shared is None else self.shared(x)  # [T, H]
-        ids, weights = route(self.router(x).float(), self.config, self.correction)  # [T, top_k]
+        ids, weights = self.route(self.router_logits(x).float())  # [T, H] -> [T, num_experts] -> [T, top_k]
         groups = self.experts.group(ids, self.slots)
         activated = self._gather_inner(self.experts.gate_up(x, groups))  # [T, H] -> [P, own I] -> [P, I]
         outputs = self.experts.down(activated, groups)  # -> [P, own H]
@@ -116,9 +113,15 @@ def _find_names(config: ModelConfig, weights: Weights) -> _Names:
     raise ConfigError(f"{config.path} has no router {routers}: the checkpoint is incomplete or another model's")
 
 
-def _make_router(experts: ExpertsConfig, hidden: int, weights: Weights) -> Linear:
+def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights) -> Linear:
     bias = weights.tensor("gate.bias", experts.num_experts) if experts.has_router_bias else None
     return weights.linear_of("gate", weights.tensor("gate.weight", experts.num_experts, hidden), bias, is_wide=True)
+
+
+def _read_correction(experts: ExpertsConfig, weights: Weights) -> torch.Tensor | None:
+    if not experts.has_correction_bias:
+        return None
+    return replace(weights, dtype=torch.float32).tensor("gate.e_score_correction_bias", experts.num_experts)
 
 
 def _load_experts(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names) -> GroupedExperts:
