@@ -29,9 +29,9 @@ CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 
 
-def read_bandwidth(num_floats: int = 1 << 28) -> float:
+def read_bandwidth(megabytes: int) -> float:
     """Returns bytes per second: the best of several sums over float32 in memory."""
-    data = torch.ones(num_floats)
+    data = torch.ones(megabytes << 18)
     taken: list[float] = []
     for _ in range(5):
         start = time.perf_counter()
@@ -79,11 +79,10 @@ def seconds(call: Callable[[], object]) -> float:
 
 def measure(layers: list[Experts], hidden: int, batch: int, rounds: int) -> tuple[float, float]:
     """Returns the median seconds of a call, and the mean number of different experts of a call."""
-    taken, chosen = [], []
-    for number in range(rounds):
-        layer, x = layers[number % len(layers)], torch.randn(batch, hidden).to(DTYPE)
-        taken.append(seconds(lambda layer=layer, x=x: layer(x)))
-        chosen.append(len(layer.route(layer.router_logits(x))[0].unique()))
+    calls = [(layers[number % len(layers)], torch.randn(batch, hidden).to(DTYPE)) for number in range(rounds)]
+    chosen = [len(layer.route(layer.router_logits(x))[0].unique()) for layer, x in calls]
+    # Nothing but the layers runs here: torch's threads would still spin for a moment after any product of theirs.
+    taken = [seconds(lambda layer=layer, x=x: layer(x)) for layer, x in calls]
     return statistics.median(taken[rounds // 5 :]), statistics.mean(chosen)
 
 
@@ -105,21 +104,22 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 32])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=native.default_num_threads())
+    parser.add_argument("--megabytes", type=int, default=1024, help="that a measurement of the bandwidth reads")
     parser.add_argument("--parts", action="store_true")
     options = parser.parse_args()
     native.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        before = read_bandwidth()
+        before = read_bandwidth(options.megabytes)
         layers = make_layers(options.model, options.layers)
-        hidden = len(layers[0].router.dense_weight()[0])
+        hidden = len(layers[0].router_logits.dense_weight()[0])
         size, lines = expert_bytes(layers[0], hidden), []
         for batch in options.batches:
             median, chosen = measure(layers, hidden, batch, options.rounds)
             parts = measure_parts(layers, hidden, batch, options.rounds // 2) if options.parts else {}
             lines.append((batch, median, chosen, parts))
-        bandwidth = max(before, read_bandwidth())
+        bandwidth = max(before, read_bandwidth(options.megabytes))
     library = native.library()
     print(f"{options.model.name}, {library.isa if library else 'torch'}, {options.threads} threads")
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; {size / 1e6:.1f} MB an expert")
