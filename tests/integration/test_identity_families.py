@@ -13,11 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from penstock import LLM, SamplingParams
+from penstock.config.model_path import resolve_model_path
 from tests.grids import grid
-from tests.integration.checkpoints import COMMON, make_checkpoint, make_mtp_checkpoint, quantize_in_blocks
+from tests.integration.checkpoints import (
+    COMMON,
+    make_checkpoint,
+    make_encoder_checkpoint,
+    make_mtp_checkpoint,
+    quantize_in_blocks,
+)
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
+from tests.integration.test_identity_ranks import answers, ranks
 
 FAMILIES = ("qwen3-moe", "mixtral", "youtu-latent", "deepseek-v2", "deepseek-v3", "glm-flash")
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
@@ -109,7 +118,7 @@ class Families:
     """Checkpoints, and the answers of their plain runs, made when they are asked for."""
 
     folder: Path
-    answers: dict[str, list[Answer]] = field(default_factory=dict[str, list[Answer]])
+    plain: dict[str, list[Answer]] = field(default_factory=dict[str, list[Answer]])
 
     def path(self, name: str) -> Path:
         folder = self.folder / name
@@ -119,11 +128,11 @@ class Families:
         return folder
 
     def expected(self, name: str) -> list[Answer]:
-        if name not in self.answers:
+        if name not in self.plain:
             llm = engine(self.path(name))
-            self.answers[name] = [answer(complete(llm, prompt, params)) for prompt, params in requests()]
+            self.plain[name] = [answer(complete(llm, prompt, params)) for prompt, params in requests()]
             llm.shutdown()
-        return self.answers[name]
+        return self.plain[name]
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +204,37 @@ def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, na
         llm.shutdown()
 
 
+@pytest.fixture(scope="module")
+def models_with_text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Arguments of engines with random models that have the built-in model's tokens."""
+    demo, folder = resolve_model_path("demo"), tmp_path_factory.mktemp("text")
+    vocab_size = json.loads((demo / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    kind = transformers.AutoModelForCausalLM
+    paths = {
+        name: make_encoder_checkpoint(name, folder, torch.bfloat16, kind, vocab_size=vocab_size)
+        for name in ("qwen3-moe", "deepseek-v2")
+    }
+    return {name: {"model": str(path), "tokenizer": str(demo)} for name, path in paths.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("qwen3-moe", ranks(2, 2)),
+        ("deepseek-v2", {"max_num_batched_tokens": 20, "async_scheduling": True}),
+        pytest.param("deepseek-v2", {**ranks(2, 2, "mp"), "enable_expert_parallel": True}, marks=pytest.mark.long),
+    ],
+)
+def test_grammars_and_log_probabilities_of_prompts(
+    models_with_text: dict[str, dict[str, Any]], name: str, arguments: dict[str, Any]
+) -> None:
+    model = models_with_text[name]
+    for one, other in zip(answers(**model), answers(**model, **arguments), strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+        assert one.prompt_logprobs == other.prompt_logprobs
+
+
 def test_grouped_query_drafts_of_a_model_with_latents(families: Families) -> None:
     """The KV of an EAGLE-3 head, with keys and values, follows the blocks of latents to another engine."""
     path = families.path("deepseek-v3")
@@ -229,10 +269,10 @@ def test_fp8_blocks_are_the_values_they_stand_for(
     families: Families, tmp_path: Path, name: str, arguments: dict[str, Any]
 ) -> None:
     quantized, twin = quantize_in_blocks(families.path(name), tmp_path)
-    answers: list[list[Answer]] = []
+    found: list[list[Answer]] = []
     for path, changes in ((twin, {}), (quantized, arguments)):
         llm = engine(path, **changes)
-        answers.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
+        found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
         llm.shutdown()
-    assert answers[0] == answers[1]
-    assert answers[0] != families.expected(name)
+    assert found[0] == found[1]
+    assert found[0] != families.expected(name)

@@ -40,6 +40,10 @@ QUICK = {
     "bench/profile_step.py": Trial((TINY, "--quick"), "rest "),
     "bench/gpu_tune.py": Trial(("--list",), "decode attention"),
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
+    "bench/experts.py": Trial(
+        ("--model", "bench/shapes/tiny-experts", "--batches", "1", "3", "--rounds", "5", "--parts", "--megabytes", "4"),
+        "of floor",
+    ),
     "bench/collectives.py": Trial(("--rounds", "1", "--calls", "2"), "| gather [1, 151936] float32 |"),
     "bench/embeddings.py": Trial(("--count", "20", "--rounds", "1", "--pairs", "20"), "times as fast"),
     "bench/route.py": Trial(

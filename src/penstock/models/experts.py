@@ -26,9 +26,9 @@ from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.dispatch import is_interpreted
 from penstock.kernels.experts import ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
+from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
-from penstock.layers.router import route
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
@@ -69,18 +69,15 @@ class Experts:
         names = _find_names(config, weights)
         weights = weights / names.part
         self.config = experts
-        self.router = _make_router(experts, hidden, weights)
-        self.correction: torch.Tensor | None = None
-        if experts.has_correction_bias:
-            exact = replace(weights, dtype=torch.float32)
-            self.correction = exact.tensor("gate.e_score_correction_bias", experts.num_experts)
+        self.router_logits = _read_router(experts, hidden, weights)
+        self.route = Router(experts, _read_correction(experts, weights))
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
         self.shared = _SharedMLP(config, weights) if experts.shared_intermediate_size else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shared = None if self.shared is None else self.shared(x)  # [T, H]
-        ids, weights = route(self.router(x).float(), self.config, self.correction)  # [T, top_k]
+        ids, weights = self.route(self.router_logits(x).float())  # [T, H] -> [T, num_experts] -> [T, top_k]
         combined = self.routed(x, ids, weights)
         return combined if shared is None else combined + shared
 
@@ -183,9 +180,15 @@ def _find_names(config: ModelConfig, weights: Weights) -> _Names:
     raise ConfigError(f"{config.path} has no router {routers}: the checkpoint is incomplete or another model's")
 
 
-def _make_router(experts: ExpertsConfig, hidden: int, weights: Weights) -> Linear:
+def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights) -> Linear:
     bias = weights.tensor("gate.bias", experts.num_experts) if experts.has_router_bias else None
     return weights.linear_of("gate", weights.tensor("gate.weight", experts.num_experts, hidden), bias, is_wide=True)
+
+
+def _read_correction(experts: ExpertsConfig, weights: Weights) -> torch.Tensor | None:
+    if not experts.has_correction_bias:
+        return None
+    return replace(weights, dtype=torch.float32).tensor("gate.e_score_correction_bias", experts.num_experts)
 
 
 def _load_experts(config: ModelConfig, weights: Weights, names: _Names, chosen: Sequence[int]) -> GroupedExperts:

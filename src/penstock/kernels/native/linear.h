@@ -16,7 +16,6 @@
 // and nothing else, in an order that no size but K decides: that is what makes a token independent of its batch.
 #pragma once
 
-#include <stdlib.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -25,6 +24,7 @@
 
 #include "common.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace {
 
@@ -98,25 +98,6 @@ struct Range {
 Range part_of(int64_t count, int64_t index, int64_t parts) {
     return {count * index / parts, count * (index + 1) / parts};
 }
-
-// Memory of this thread that grows to the largest requested size, so that a step allocates nothing.
-class Scratch {
-public:
-    char* reserve(int64_t bytes) {
-        if (bytes > size_) {
-            free(memory_);
-            size_ = round_up(bytes, 4096);
-            memory_ = nullptr;
-            if (posix_memalign(&memory_, 64, size_)) abort();
-        }
-        return static_cast<char*>(memory_);
-    }
-    ~Scratch() { free(memory_); }
-
-private:
-    void* memory_ = nullptr;
-    int64_t size_ = 0;
-};
 
 thread_local Scratch scratch;
 
