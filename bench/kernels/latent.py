@@ -21,7 +21,7 @@ import torch
 from penstock.kernels import native
 from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.paged_attention import latent_attention, paged_attention
 
 HEADS, PLAIN, ROTARY, VALUE, RANK, BLOCK_SIZE = 16, 128, 64, 128, 512, 16
 STORED, SIZE = RANK + ROTARY, PLAIN + ROTARY
@@ -47,7 +47,7 @@ class Layer:
 
         def call() -> torch.Tensor:
             q = torch.cat((rotated, self.absorb(plain).transpose(0, 1)), -1)
-            attended = paged_attention(q, cache, *batch, SIZE**-0.5, value_size=RANK).unflatten(1, (HEADS, RANK))
+            attended = latent_attention(q, cache, *batch, SIZE**-0.5, RANK).unflatten(1, (HEADS, RANK))
             return self.expand(attended.transpose(0, 1).contiguous())
 
         return call

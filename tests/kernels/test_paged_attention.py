@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.paged_attention import latent_attention, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
 ISAS = native.instruction_sets()
@@ -102,7 +102,12 @@ def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0,
     lengths = torch.tensor([0] + [part.last - part.first for part in parts])
     starts, seq_lens = lengths.cumsum(0).int(), torch.tensor([part.last for part in parts], dtype=torch.int32)
     scale, value_size = q.shape[2] ** -0.5, like.v.shape[2]
-    return paged_attention(wide[:, : q.shape[1]], cache, table, starts, seq_lens, scale, window, value_size)
+    arguments = (wide[:, : q.shape[1]], cache, table, starts, seq_lens, scale)
+    if len(like.planes) == 2:
+        return paged_attention(*arguments, window)
+    # All latents are kept: a window would have no effect.
+    assert not window
+    return latent_attention(*arguments, value_size)
 
 
 @functools.cache
@@ -184,8 +189,8 @@ class TestSameBits:
         return Sequence.random(211, heads, head_dim, dtype, value_dim)
 
     @pytest.fixture(params=[0, 50])
-    def window(self, request: pytest.FixtureRequest) -> int:
-        return request.param
+    def window(self, request: pytest.FixtureRequest, sequence: Sequence) -> int:
+        return request.param if len(sequence.planes) == 2 else 0
 
     @pytest.mark.parametrize("chunk", [1, 16, 17, 64])
     def test_whole_or_in_chunks_or_token_by_token(self, isa: str, sequence: Sequence, window: int, chunk: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.attention.backend import AttentionHeads, AttentionMetadata
-from penstock.kernels.paged_attention import bidirectional_attention, paged_attention
+from penstock.kernels.paged_attention import bidirectional_attention, latent_attention, paged_attention
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 
 
@@ -24,8 +24,9 @@ class NativeAttention:
         requests = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         if not heads.is_causal:
             return bidirectional_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale)
-        options = (heads.scale, heads.spec.sliding_window, heads.value_size)
-        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, *options)
+        if len(heads.spec.planes) == 1:
+            return latent_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.value_size)
+        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.spec.sliding_window)
 
 
 def queries_of(qkv: Tensor, heads: AttentionHeads) -> Tensor:

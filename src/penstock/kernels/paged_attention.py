@@ -6,7 +6,7 @@ A query row's bits depend only on its own q and on the keys and values at the po
 its chunk, the batch, the ids of the blocks, or the number of threads. On the CPU this holds because every row processes
 tiles of 64 positions in the same order with the same instructions; instruction sets differ in the last bits. A value
 that another row of the call sees and this row does not must be finite; all other memory may hold anything, including
-NaN. A cache of latents has one plane: a key ends in its value. The torch reference processes tiles in the same order
+NaN. The torch reference processes tiles in the same order
 with elementwise products and sums of one shape, slowly: tests compare with it, and a machine without the native library
 uses it.
 """
@@ -26,17 +26,28 @@ Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
-    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]; of latents, one plane
+    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]
     block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
     scale: float,
     sliding_window: int = 0,  # a query sees this many positions, including its own; 0 is all of them
-    value_size: int | None = None,  # V: the size of a value, by default D; of latents their last dimensions
 ) -> torch.Tensor:
-    """Causal: [T, Hq * V]; rows that belong to no request, after query_start_loc[R], are zeros."""
-    requests = (block_table, query_start_loc, seq_lens)
-    return _attend(q, kv_cache, requests, scale, sliding_window, value_size, is_causal=True)
+    """Causal: [T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, sliding_window, is_causal=True)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,  # [num_blocks, 1, 1, block_size, D]: keys, whose last V dimensions are the values
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    value_size: int,  # V
+) -> torch.Tensor:
+    """Causal, like `paged_attention`: [T, Hq * V]."""
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, 0, value_size, is_causal=True)
 
 
 def bidirectional_attention(
@@ -87,12 +98,10 @@ def paged_attention_reference(
     seq_lens: torch.Tensor,
     scale: float,
     sliding_window: int = 0,
-    value_size: int | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in float32, or in float64 for float64 tensors."""
     requests = (block_table, query_start_loc, seq_lens)
-    value_size = q.shape[2] if value_size is None else value_size
-    return _attend_reference(q, kv_cache, requests, scale, sliding_window, value_size, is_causal=True)
+    return _attend_reference(q, kv_cache, requests, scale, sliding_window, q.shape[2], is_causal=True)
 
 
 def _attend_reference(
