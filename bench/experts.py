@@ -30,14 +30,9 @@ DTYPE = torch.bfloat16
 
 
 def read_bandwidth(megabytes: int) -> float:
-    """Returns bytes per second: the best of several sums over float32 in memory."""
+    """Returns bytes per second: the median of several sums over float32 in memory."""
     data = torch.ones(megabytes << 18)
-    taken: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
-        data.sum()
-        taken.append(time.perf_counter() - start)
-    return data.nbytes / min(taken)
+    return data.nbytes / statistics.median(seconds(data.sum) for _ in range(7))
 
 
 def make_layers(path: Path, count: int) -> list[Experts]:
@@ -111,22 +106,23 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        before = read_bandwidth(options.megabytes)
         layers = make_layers(options.model, options.layers)
         hidden = len(layers[0].router_logits.dense_weight()[0])
         size, lines = expert_bytes(layers[0], hidden), []
         for batch in options.batches:
+            before = read_bandwidth(options.megabytes)
             median, chosen = measure(layers, hidden, batch, options.rounds)
+            bandwidth = max(before, read_bandwidth(options.megabytes))
             parts = measure_parts(layers, hidden, batch, options.rounds // 2) if options.parts else {}
-            lines.append((batch, median, chosen, parts))
-        bandwidth = max(before, read_bandwidth(options.megabytes))
+            lines.append((batch, median, chosen, bandwidth, parts))
     library = native.library()
     print(f"{options.model.name}, {library.isa if library else 'torch'}, {options.threads} threads")
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; {size / 1e6:.1f} MB an expert")
-    for batch, median, chosen, parts in lines:
+    print(f"{size / 1e6:.1f} MB an expert")
+    for batch, median, chosen, bandwidth, parts in lines:
         floor, operations = chosen * size / bandwidth, batch * layers[0].config.top_k * size
         print(
-            f"batch {batch:>3}: {median * 1e3:8.2f} ms, {chosen:5.1f} experts, floor {floor * 1e3:7.2f} ms, "
+            f"batch {batch:>3}: {median * 1e3:8.2f} ms, {chosen:5.1f} experts, floor {floor * 1e3:7.2f} ms "
+            f"at {bandwidth / 1e9:.1f} GB/s, "
             f"{floor / median:.2f} of floor, {operations / median / 1e9:6.1f} GFLOP/s"
         )
         if parts:

@@ -86,7 +86,7 @@ def main(kind: str, folder: str) -> int:
         {
             "layer": plant_in_layer,
             "weight": lambda: plant_in_tensor(
-                lambda model: model.layers[4].feed_forward.down._apply._into._packed.memory
+                lambda model: model.layers[4].feed_forward.down.own._apply._into._packed.packed
             ),
             "table": lambda: plant_in_tensor(lambda model: model.rotary),
             "token": plant_in_tokens,

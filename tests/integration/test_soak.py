@@ -86,7 +86,7 @@ def test_a_wrong_packed_weight_is_named() -> None:
     finding = run("tests.integration.soak_planted", "weight").finding
     assert finding is not None
     assert finding.place is not None
-    assert finding.place.what == "layers.4.feed_forward.down.packed"
+    assert finding.place.what == "layers.4.feed_forward.down.own.packed"
 
 
 def test_failing_processes_are_reported(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_correct_weights_pass(dtype: torch.dtype, is_wide: bool) -> None:
 def spoil(linear: PackedLinear, weight: torch.Tensor) -> None:
     """Doubles the middle weight in the layer's own memory."""
     packed = getattr(linear._into, "_packed", None)
-    double_in(linear._into._weight if packed is None else packed.memory, weight)  # pyright: ignore
+    double_in(linear._into._weight if packed is None else packed.packed, weight)  # pyright: ignore
 
 
 def double_in(kept: torch.Tensor, weight: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def test_a_wrong_packed_weight_is_found() -> None:
 
 
 @pytest.mark.skipif(not native.instruction_sets(), reason="the reference keeps the weights in linear layers")
-@pytest.mark.parametrize(("part", "name"), [("_gate_up", "gate_up"), ("_down", "down")])
+@pytest.mark.parametrize(("part", "name"), [("gate_up_weights", "gate_up"), ("down_weights", "down")])
 def test_a_wrong_weight_of_an_expert_is_found(part: str, name: str) -> None:
     shape = ExpertsShape(3, 64, 40, 40, 64, torch.bfloat16)
     experts, random = make_experts(shape), torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def test_a_wrong_weight_of_an_expert_is_found(part: str, name: str) -> None:
     for packed, weight in stored.values():
         compare("experts.1", packed, weight)
     packed, weight = stored[name]
-    double_in(getattr(experts, part).memory, weight)
+    double_in(getattr(experts, part).packed, weight)
     with pytest.raises(ConfigError, match=r"in memory of experts.1 are not those .* 1 of \d+ elements"):
         compare("experts.1", packed, weight)
 

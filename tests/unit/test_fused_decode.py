@@ -164,7 +164,7 @@ def test_models_with_other_biases_are_not_supported(config: ModelConfig) -> None
 class Halving:
     """A feed-forward layer without weights."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None: ...
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None: ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x / 2

@@ -213,15 +213,15 @@ class NativeExperts:
     def __init__(self, native: NativeLibrary, shape: ExpertsShape, has_biases: bool) -> None:
         self._shape = shape
         padded = -(-shape.own_inner // PANEL) * 2 * PANEL
-        self._gate_up = PackedWeights(native, shape.num_slots, padded, shape.in_features, shape.dtype)
-        self._down = PackedWeights(native, shape.num_slots, shape.out_features, shape.inner, shape.dtype)
+        self.gate_up_weights = PackedWeights(native, shape.num_slots, padded, shape.in_features, shape.dtype)
+        self.down_weights = PackedWeights(native, shape.num_slots, shape.out_features, shape.inner, shape.dtype)
         self._biases: Biases | None = None
         if has_biases:
             sizes = (2 * shape.own_inner, shape.out_features)
             self._biases = Biases(*(torch.zeros((shape.num_slots, size)) for size in sizes))
         self._descriptor = ExpertsDescriptor(
-            self._gate_up.address,
-            self._down.address,
+            self.gate_up_weights.address,
+            self.down_weights.address,
             self._biases and self._biases.gate_up.data_ptr(),
             self._biases and self._biases.down.data_ptr(),
             shape.num_slots,
@@ -240,15 +240,15 @@ class NativeExperts:
 
     def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
         assert gate_up.shape == (2 * self._shape.own_inner, self._shape.in_features), f"{tuple(gate_up.shape)}"
-        self._gate_up.store(slot, _interleave(gate_up))
-        self._down.store(slot, down)
+        self.gate_up_weights.store(slot, _interleave(gate_up))
+        self.down_weights.store(slot, down)
         if self._biases is not None:
             assert biases is not None, "an expert without biases"
             self._biases.gate_up[slot] = biases.gate_up
             self._biases.down[slot] = biases.down
 
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
-        return _Interleaved(self._gate_up, slot, self._shape.own_inner), _Stored(self._down, slot)
+        return _Interleaved(self.gate_up_weights, slot, self._shape.own_inner), _Stored(self.down_weights, slot)
 
     def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
         assert (ids.dtype, slots.dtype) == (torch.int64, torch.int32) and ids.is_contiguous(), f"{ids.dtype}"

@@ -96,11 +96,11 @@ class PackedWeights:
         self._shape = out_features, in_features
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0)
         self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
-        self.memory = aligned_bytes(count * self._bytes)
+        self.packed = aligned_bytes(count * self._bytes)
 
     @property
     def address(self) -> int:
-        return self.memory.data_ptr()
+        return self.packed.data_ptr()
 
     def descriptor(self, number: int = 0, bias: torch.Tensor | None = None, is_wide: bool = False) -> _Descriptor:
         """Returns the layer of one of the weights; the caller keeps the bias, in float32."""

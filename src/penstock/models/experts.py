@@ -2,10 +2,10 @@
 
     x -> router -> ids and weights of top_k experts -> each expert's gated MLP -> sum by weights -> + shared MLP
 
-The router's logits are float32. An expert's output is rounded to the model's dtype; the sum of a token's experts is
-float32, in the order of the router's choice, and rounded once; the shared MLP's output is added to it and the result
-is rounded. transformers rounds in the same places, except that it also rounds Qwen3's weights and their products with
-the outputs.
+The router's logits and weights are float32. An expert's output is rounded to the model's dtype; the sum of a token's
+experts is float32, in the order of the router's choice, and rounded once; the shared MLP's output is added to it and
+the result is rounded. transformers rounds in these places too, and in others: silu(gate) before it is multiplied by up
+and, for Qwen3, the logits, the weights and their products with the outputs. In float32 the two agree.
 
 The ranks of a group divide every expert (`SlicedExperts`): each computes its share of the inner features, gathers the
 others', computes its share of the outputs and gathers those. Or they divide the experts (`PlacedExperts`): each
