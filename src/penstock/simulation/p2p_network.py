@@ -88,8 +88,8 @@ class SimNetwork:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is in flight."""
-        return not self._events
+        """Whether nothing is in flight, and nothing waits for a process that is stopped."""
+        return not self._events and not any(channel.events for channel in self._channels.values())
 
     def run(self) -> None:
         """Executes all events that are due, and lets the processes that are not stopped receive theirs."""
