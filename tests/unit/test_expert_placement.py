@@ -62,12 +62,13 @@ def walk(placement: tuple[int, ...], target: Target, parallel: ExpertParallelCon
             break
         check(after, parallel)
         for each in copies:
-            assert placement[each.target] == SPARE and placement[each.source] == each.expert == after[each.target]
+            assert placement[each.target] == SPARE
+            assert placement[each.source] == each.expert == after[each.target]
         moved = {each.target for each in copies}
         assert len(moved) == len(copies)
         for buffer, (old, new) in enumerate(zip(placement, after, strict=True)):
             # Experts that stay keep their buffers.
-            assert new == old or new == SPARE or buffer in moved
+            assert new in (old, SPARE) or buffer in moved
             rank = buffer // parallel.num_buffers
             assert new != SPARE or old == SPARE or old not in target[rank]
         placement = after
@@ -100,7 +101,9 @@ def test_any_target_is_reached(data: st.DataObject) -> None:
     placement = parallel.initial_placement()
     for _ in range(2):
         names = random.sample(range(parallel.num_experts), parallel.num_experts)
-        target = tuple(frozenset(names[expert] for expert in rank) for rank in experts_of(placement, parallel.num_ranks))
+        target = tuple(
+            frozenset(names[expert] for expert in rank) for rank in experts_of(placement, parallel.num_ranks)
+        )
         placement = walk(placement, tuple(random.sample(target, len(target))), parallel)
 
 
@@ -128,7 +131,9 @@ def test_a_small_gain_changes_nothing() -> None:
 def test_redundant_copies_go_to_the_highest_load_per_copy(loads: list[int], num_ranks: int, further: int) -> None:
     slots = min(len(loads) + further, len(loads) * num_ranks)
     counts = replicate(loads, slots, num_ranks)
-    assert sum(counts) == slots and min(counts) >= 1 and max(counts) <= num_ranks
+    assert sum(counts) == slots
+    assert min(counts) >= 1
+    assert max(counts) <= num_ranks
     for expert, count in enumerate(counts):
         if count < num_ranks:
             assert all(loads[expert] / count <= loads[i] / (n - 1) for i, n in enumerate(counts) if n > 1)

@@ -90,7 +90,7 @@ def parse_expert_parallel(
             "cannot be used with it, use tensor_parallel_size"
         )
     if balances and tp == 1:
-        raise ConfigError("enable_eplb needs tensor_parallel_size of at least 2: one rank has all experts of its layers")
+        raise ConfigError("enable_eplb needs tensor_parallel_size of at least 2: a single rank has all experts")
     given: Mapping[str, Any] = {} if eplb_config is None else read_object("eplb_config", eplb_config)
     balancing = convert_options(EPLBConfig, given, "in eplb_config") if balances else None
     redundant = 0 if balancing is None else balancing.num_redundant_experts

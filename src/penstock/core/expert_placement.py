@@ -1,4 +1,4 @@
-"""Where the experts of a layer should be, given their load: pure functions (DeepSeek-AI 2025, github.com/deepseek-ai/EPLB).
+"""Where the experts of a layer should be, given their load (DeepSeek-AI 2025, github.com/deepseek-ai/EPLB).
 
 The experts with the highest load per copy get the redundant copies, and the copies are packed so that the ranks have
 equal load. With several nodes whose experts the router chooses by groups, whole groups are packed to nodes first.
@@ -66,7 +66,9 @@ def plan_target(loads: Sequence[float], current: Target, num_groups: int = 1, nu
 def _place_in_node(loads: Sequence[float], experts: Sequence[int], current: Target) -> list[frozenset[int]]:
     """Returns the experts of every rank of a node, each rank as similar as possible to what it has."""
     counts = replicate([loads[expert] for expert in experts], sum(map(len, current)), len(current))
-    items = [(loads[expert] / count, expert) for expert, count in zip(experts, counts, strict=True) for _ in range(count)]
+    items = [
+        (loads[expert] / count, expert) for expert, count in zip(experts, counts, strict=True) for _ in range(count)
+    ]
     packs = pack([load for load, _ in items], [expert for _, expert in items], len(current))
     pairs = sorted((-len(pack & rank), i, j) for i, pack in enumerate(packs) for j, rank in enumerate(current))
     pack_of: dict[int, int] = {}
