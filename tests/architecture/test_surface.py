@@ -17,7 +17,7 @@ from tests.architecture.sources import ROOT, imports, modules
 ENGINE_FLAGS = {
     "--async-scheduling", "--attention-backend", "--block-size", "--check-weights", "--deterministic", "--device",
     "--distributed-executor-backend", "--dtype",
-    "--enable-prefix-caching", "--enforce-eager",
+    "--enable-eplb", "--enable-expert-parallel", "--enable-prefix-caching", "--enforce-eager", "--eplb-config",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",

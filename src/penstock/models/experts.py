@@ -127,12 +127,12 @@ class PlacedExperts:
         self.memories: list[SharedMemory] = []
         self._group = weights.group
         self._own = slice(self.rank * self.num_buffers, (self.rank + 1) * self.num_buffers)
-        self._loads: torch.Tensor | None = None
+        self._loads: np.ndarray | None = None
         self._num_experts = config.experts.num_experts
         self.place(parallel.initial_placement())
         allocate = aligned_bytes
         if parallel.balancing is not None:
-            self._loads = torch.zeros(self._num_experts, dtype=torch.int64)
+            self._loads = np.zeros(self._num_experts, np.int32)
             allocate = self._allocate_shared
         self.experts = _load_experts(config, weights.whole(), names, self.placement[self._own], allocate)
         if parallel.balancing is not None and not self.experts.arrays():
@@ -154,8 +154,7 @@ class PlacedExperts:
     def take_loads(self) -> np.ndarray:
         """Returns how many tokens have chosen each expert since the last call, [num_experts] int32."""
         assert self._loads is not None, "experts that do not move are not counted"
-        loads = self._loads.numpy().astype(np.int32)
-        self._loads.zero_()
+        loads, self._loads = self._loads, np.zeros_like(self._loads)
         return loads
 
     def _allocate_shared(self, num_bytes: int) -> torch.Tensor:
@@ -165,7 +164,7 @@ class PlacedExperts:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids and weights [T, top_k] -> [T, H]."""
         if self._loads is not None:
-            self._loads += ids.view(-1).bincount(minlength=self._num_experts)
+            self._loads += ids.view(-1).bincount(minlength=self._num_experts).numpy().astype(np.int32)
         groups = self.experts.group(self._choose(ids), self._all_buffers, len(self._all_buffers))
         bounds = groups.starts[:: self.num_buffers].tolist()  # where each rank's sorted rows begin
         own = slice(*bounds[self._group.index : self._group.index + 2])

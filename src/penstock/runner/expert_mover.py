@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from penstock.messages.experts import NO_EXPERTS, ExpertMove, ExpertsOutput
 from penstock.messages.kv_transfer import ShardId, TransferReport, TransferStatus
@@ -72,9 +73,11 @@ class ExpertMover:
         if orders.placement:
             experts.place(orders.placement)
         for move in orders.moves:
-            source, target = (buffer // experts.num_buffers for buffer in (move.source, move.target))
-            if target == experts.rank:
-                self._copies.append((move, self._thread.submit(copy_expert, experts, memories[source], move)))
+            source_rank, source = divmod(move.source, experts.num_buffers)
+            rank, target = divmod(move.target, experts.num_buffers)
+            if rank == experts.rank:
+                arrays, names = experts.experts.arrays(), memories[source_rank]
+                self._copies.append((move, self._thread.submit(copy_expert, arrays, names, source, target)))
 
     def end(self) -> ExpertsOutput:
         # A step without tokens reports zeros, which add nothing.
@@ -96,10 +99,9 @@ class ExpertMover:
         self._thread.shutdown()
 
 
-def copy_expert(experts: PlacedExperts, names: Sequence[str], move: ExpertMove) -> None:
+def copy_expert(arrays: Sequence[torch.Tensor], names: Sequence[str], source: int, target: int) -> None:
     """Copies an expert from the rank whose arrays have these names. Raises OSError if that rank has ended."""
-    source, target = move.source % experts.num_buffers, move.target % experts.num_buffers
-    for name, array in zip(names, experts.experts.arrays(), strict=True):
+    for name, array in zip(names, arrays, strict=True):
         other = attach_memory(name, array.nbytes, writable=False)
         there = np.frombuffer(other.view, np.uint8).reshape(array.shape)
         # Releases the interpreter lock.
