@@ -6,8 +6,10 @@ reads. Their ends are reported with the results of later steps.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -22,6 +24,10 @@ from penstock.utils import logging
 from penstock.utils.shared_memory import attach_memory
 
 logger = logging.get_logger(__name__)
+
+_PIECE_BYTES = 1 << 20
+# A copy takes at most this share of a core's time, because the steps need all cores.
+_SHARE_OF_TIME = 0.05
 
 
 class ExpertStep(Protocol):
@@ -61,6 +67,7 @@ class ExpertMover:
         self._memories = memories
         self._shard = shard
         self._is_counted = False
+        self._is_over = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-experts")
         self._copies: deque[tuple[ExpertMove, Future[None]]] = deque()
 
@@ -77,7 +84,9 @@ class ExpertMover:
             rank, target = divmod(move.target, experts.num_buffers)
             if rank == experts.rank:
                 arrays, names = experts.experts.arrays(), memories[source_rank]
-                self._copies.append((move, self._thread.submit(copy_expert, arrays, names, source, target)))
+                self._copies.append(
+                    (move, self._thread.submit(copy_expert, arrays, names, source, target, self._pause))
+                )
 
     def end(self) -> ExpertsOutput:
         # A step without tokens reports zeros, which add nothing.
@@ -95,14 +104,30 @@ class ExpertMover:
         status = TransferStatus.DONE if error is None else TransferStatus.FAILED
         return TransferReport(move.transfer_id, self._shard, status)
 
+    def _pause(self, seconds: float) -> None:
+        self._is_over.wait(seconds * (1 / _SHARE_OF_TIME - 1))
+
     def shutdown(self) -> None:
+        self._is_over.set()
         self._thread.shutdown()
 
 
-def copy_expert(arrays: Sequence[torch.Tensor], names: Sequence[str], source: int, target: int) -> None:
-    """Copies an expert from the rank whose arrays have these names. Raises OSError if that rank has ended."""
+def copy_expert(
+    arrays: Sequence[torch.Tensor],
+    names: Sequence[str],
+    source: int,
+    target: int,
+    pause: Callable[[float], object] = lambda seconds: None,
+) -> None:
+    """Copies an expert from the rank whose arrays have these names, and calls `pause` with the time of each piece.
+
+    Raises OSError if that rank has ended.
+    """
     for name, array in zip(names, arrays, strict=True):
         other = attach_memory(name, array.nbytes, writable=False)
-        there = np.frombuffer(other.view, np.uint8).reshape(array.shape)
-        # Releases the interpreter lock.
-        np.copyto(array.numpy()[target], there[source])
+        there, here = np.frombuffer(other.view, np.uint8).reshape(array.shape)[source], array.numpy()[target]
+        for first in range(0, len(here), _PIECE_BYTES):
+            begun = time.perf_counter()
+            # Releases the interpreter lock.
+            np.copyto(here[first : first + _PIECE_BYTES], there[first : first + _PIECE_BYTES])
+            pause(time.perf_counter() - begun)
