@@ -65,9 +65,14 @@ EPLB = {"enable_expert_parallel": True, "enable_eplb": True}
 EXPERT_CELLS: dict[str, dict[str, Any]] = {
     "experts of ranks": {"tensor_parallel_size": 3, "async_scheduling": True, "max_num_batched_tokens": 24},
     "experts of stages": {"tensor_parallel_size": 3, "pipeline_parallel_size": 2, "speculative_config": NGRAM},
+    # In most families the first of three layers is dense, so that a stage has no experts.
+    "a stage without experts": {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "async_scheduling": True},
     "redundant experts": {"tensor_parallel_size": 2, "enable_prefix_caching": True},
     "many redundant experts": {"tensor_parallel_size": 4, "max_num_batched_tokens": 32},
+    "ranks in threads": {"tensor_parallel_size": 2, "distributed_executor_backend": "uniproc"},
 }
+# How often experts move: as soon as possible, and less often than a layer's moves take.
+INTERVALS = {cell: 2 + number % 4 for number, cell in enumerate(EXPERT_CELLS)}
 MODULE_CELLS = [cell for cell, arguments in CELLS.items() if arguments.get("speculative_config") is MTP]
 # (tensor parallel, pipeline parallel) and block size of P, and of D.
 PAIRS = {
@@ -106,7 +111,8 @@ def expert_arguments(name: str, cell: str) -> dict[str, Any]:
     arguments = EXPERT_CELLS[cell]
     ranks, least = arguments["tensor_parallel_size"], {"many redundant experts": 8, "redundant experts": 1}.get(cell, 0)
     redundant = least + -(NUM_EXPERTS[name] + least) % ranks
-    return {**arguments, **EPLB, "eplb_config": {"num_redundant_experts": redundant}}
+    eplb = {"num_redundant_experts": redundant, "window_size": 4, "step_interval": INTERVALS[cell]}
+    return {**arguments, **EPLB, "eplb_config": eplb}
 
 
 def engine(path: Path, **changes: Any) -> LLM:
@@ -175,8 +181,11 @@ def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> Non
     for _ in range(2):
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         assert [answer(output) for output in outputs] == families.expected(name)
-    llm.check_integrity()
+        llm.check_integrity()
+    stats = llm.stats().experts
     llm.shutdown()
+    assert stats.num_moved > 0
+    assert stats.num_failed == 0
 
 
 @pytest.mark.parametrize(("name", "pair"), grid(FAMILIES, list(PAIRS), strength=1, others=pytest.mark.long))

@@ -26,6 +26,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.stats import (
+    ExpertStats,
     RemoteKVStats,
     RequestEvent,
     RequestEventKind,
@@ -63,6 +64,7 @@ NAMES = {
     "vllm:request_time_per_output_token_seconds", "vllm:time_to_first_token_seconds", "penstock:client_disconnects",
     "penstock:engine_info{version,dtype,device,kernels,num_threads,max_model_len}", "penstock:engine_up",
     "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
+    "penstock:expert_balancedness", "penstock:expert_moves_failed", "penstock:experts_moved",
     "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
     "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
     "penstock:kv_connector{name}", "penstock:graph_replays", "penstock:kv_peer_transfers{direction,peer}",
@@ -302,13 +304,15 @@ def test_gauges_are_read_when_scraped() -> None:
 
 def test_counters_continue_when_a_new_engine_core_counts_from_0() -> None:
     world = World()
-    world.step(1.0, {}, num_preemptions=5, remote_kv=RemoteKVStats(num_loads=4))
+    world.step(1.0, {}, num_preemptions=5, remote_kv=RemoteKVStats(num_loads=4), experts=ExpertStats(0.75, 6, 1))
     world.num_restarts = 1
     world.stats = SchedulerStats(0, 0, 0.0, 0, 0, 0)
     world.step(2.0, {}, num_preemptions=2, connector=IDLE.connector)
     scrape = world.scrape()
     assert scrape("vllm:num_preemptions_total") == 7
     assert scrape("penstock:kv_loads_total") == 4
+    assert scrape("penstock:experts_moved_total") == 6
+    assert scrape("penstock:expert_moves_failed_total") == 1
     assert scrape("penstock:engine_restarts_total") == 1
     world.outage = RuntimeError()
     world.num_restarts = 3

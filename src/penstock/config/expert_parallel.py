@@ -13,6 +13,9 @@ from penstock.config.model import ModelConfig
 from penstock.config.options import Limits, convert_options, read_object
 from penstock.utils.errors import ConfigError
 
+SPARE = -1
+_SLOTS_PER_SPARE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EPLBConfig:
@@ -31,7 +34,9 @@ class EPLBConfig:
 class ExpertParallelConfig:
     """Each rank of a stage has `num_slots` experts of every layer, whole; `balancing` is None if they stay there.
 
-    The numbers are a layer's. Without redundant slots there are as many slots as experts.
+    The numbers are a layer's. Without redundant slots there are as many slots as experts. A rank that balances has
+    memory for more experts than it has: `num_buffers`. A placement is the expert of every buffer, rank after rank, or
+    SPARE; no rank has two copies of one expert.
     """
 
     num_experts: int
@@ -44,9 +49,18 @@ class ExpertParallelConfig:
         """Slots of one rank."""
         return (self.num_experts + self.num_redundant) // self.num_ranks
 
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of one rank: one for each slot, and spare ones for experts that are being copied to it."""
+        return self.num_slots + (0 if self.balancing is None else -(-self.num_slots // _SLOTS_PER_SPARE))
+
     def initial_placement(self) -> tuple[int, ...]:
-        """Returns the expert of every slot, rank after rank. No rank has two copies of one expert."""
-        return tuple(slot % self.num_experts for slot in range(self.num_slots * self.num_ranks))
+        """Returns the placement in which the experts follow one another, and then redundant copies do."""
+        placement: list[int] = []
+        for first in range(0, self.num_slots * self.num_ranks, self.num_slots):
+            placement += (slot % self.num_experts for slot in range(first, first + self.num_slots))
+            placement += [SPARE] * (self.num_buffers - self.num_slots)
+        return tuple(placement)
 
 
 def parse_expert_parallel(
@@ -75,6 +89,8 @@ def parse_expert_parallel(
             f"enable_expert_parallel divides the experts among the ranks of one engine: data_parallel_size={dp} "
             "cannot be used with it, use tensor_parallel_size"
         )
+    if balances and tp == 1:
+        raise ConfigError("enable_eplb needs tensor_parallel_size of at least 2: a single rank has all experts")
     given: Mapping[str, Any] = {} if eplb_config is None else read_object("eplb_config", eplb_config)
     balancing = convert_options(EPLBConfig, given, "in eplb_config") if balances else None
     redundant = 0 if balancing is None else balancing.num_redundant_experts

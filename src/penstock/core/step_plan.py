@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.request import Request
+from penstock.messages.experts import ExpertOrders
 from penstock.messages.requests import EngineRequest, RowRequest
 from penstock.messages.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 
@@ -26,6 +27,7 @@ class StepPlan:
         self._num_drafts: dict[str, int] = {}
         self._grammar_request_ids: set[str] = set()
         self._barrier_step = 0
+        self.expert_orders: ExpertOrders | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -82,6 +84,7 @@ class StepPlan:
             preempted_request_ids=rewound_request_ids | self.preempted_request_ids,
             barrier_step=self._barrier_step,
             is_warm_up=self._is_warm_up,
+            expert_orders=self.expert_orders,
         )
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from penstock.config import env
 from penstock.config.engine import EngineConfig, SchedulerConfig
+from penstock.core.expert_balancer import ExpertBalancer
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.expert_memories import balanced_layers, expert_memories
 from penstock.engine.kv_events import make_event_publisher
 from penstock.engine.rank_identity import check_arithmetic
 from penstock.engine.transfer import make_transfer
@@ -64,7 +66,13 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engin
     transfer = make_transfer(config, cache, facts)
     on_failure.callback(transfer.transfer.connector.shutdown)
     handshakes = executor.initialize(
-        InitializeWorker(cache=cache, limits=limits, connector=transfer.context, connector_setup=transfer.setup)
+        InitializeWorker(
+            cache=cache,
+            limits=limits,
+            connector=transfer.context,
+            connector_setup=transfer.setup,
+            expert_memories=expert_memories(facts),
+        )
     )
     if transfer.context is not None:
         transfer.transfer.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
@@ -76,7 +84,8 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engin
     kv = KVCacheManager(cache, config.cache.enable_prefix_caching, recorder)
     # Without a tokenizer there is no text to constrain.
     grammars = None if config.tokenizer_path is None else LazyGrammarBackend(config)
-    scheduler = Scheduler(limits, kv, StructuredOutputs(grammars), transfer.transfer)
+    experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts)
+    scheduler = Scheduler(limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts)
     publisher = make_event_publisher(config.kv_events)
     core = EngineCore(
         scheduler,

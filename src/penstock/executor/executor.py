@@ -16,6 +16,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 from msgspec.structs import replace
 
 from penstock.kv_transfer.aggregate import aggregate
+from penstock.messages.experts import NO_EXPERTS, ExpertsOutput
 from penstock.messages.kv_transfer import HandshakePayload, ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -264,7 +265,18 @@ def _calls(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]
 
 
 def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) -> ModelRunnerOutput:
-    """Returns the sampling rank's output with the connector's reports of all ranks."""
+    """Returns the sampling rank's output with the reports of all ranks about KV and experts."""
     sampled = outputs[output_rank]
     moved = aggregate(output.kv_connector_output for output in outputs)
-    return sampled if moved == sampled.kv_connector_output else replace(sampled, kv_connector_output=moved)
+    if moved != sampled.kv_connector_output:
+        sampled = replace(sampled, kv_connector_output=moved)
+    if any(output.experts is not NO_EXPERTS for output in outputs):
+        sampled = replace(sampled, experts=_experts_of(outputs))
+    return sampled
+
+
+def _experts_of(outputs: Sequence[ModelRunnerOutput]) -> ExpertsOutput:
+    """Returns the union of the reports. One rank of a stage reports the loads of its layers."""
+    loads = {name: load for output in outputs for name, load in output.experts.loads.items()}
+    assert len(loads) == sum(len(output.experts.loads) for output in outputs), "two ranks report one layer's loads"
+    return ExpertsOutput(loads, tuple(report for output in outputs for report in output.experts.reports))

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PANEL, PackedLinear, PackedWeights
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.sigmoid import sigmoid
@@ -73,6 +74,12 @@ class GroupedExperts(Protocol):
 
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
         """Returns gate_up and down as they are stored, for comparisons."""
+        ...
+
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """Returns all memory of the experts, each array [num_slots, bytes of one expert] uint8; none if they have no
+        such memory. With all of a slot's bytes an expert can be copied to another slot.
+        """
         ...
 
     def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
@@ -152,6 +159,9 @@ class ReferenceExperts:
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
         return self._layers[slot]
 
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
     def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
         return group_reference(ids, slots, num_slots or self._shape.num_slots)
 
@@ -180,13 +190,18 @@ def _intervals(groups: Groups) -> list[tuple[int, int, int]]:
 
 
 def make_experts(
-    shape: ExpertsShape, has_biases: bool = False, library: Callable[[], NativeLibrary | None] = library
+    shape: ExpertsShape,
+    has_biases: bool = False,
+    library: Callable[[], NativeLibrary | None] = library,
+    allocate: Callable[[int], torch.Tensor] = aligned_bytes,
 ) -> GroupedExperts:
-    """Returns experts for a CPU; `library` is as for `PackedLinear`."""
+    """Returns experts for a CPU; `library` is as for `PackedLinear`. `allocate` returns [bytes] uint8, aligned like
+    `aligned_bytes`, for each of the arrays.
+    """
     native = library()
     if native is None:
         return ReferenceExperts(shape, partial(PackedLinear, library=library))
-    return NativeExperts(native, shape, has_biases)
+    return NativeExperts(native, shape, has_biases, allocate)
 
 
 class ExpertsDescriptor(ctypes.Structure):
@@ -210,15 +225,21 @@ class ExpertsDescriptor(ctypes.Structure):
 class NativeExperts:
     """Weights in panels of 32 features, in which a panel of gate is followed by the panel of up for the same ones."""
 
-    def __init__(self, native: NativeLibrary, shape: ExpertsShape, has_biases: bool) -> None:
+    def __init__(
+        self,
+        native: NativeLibrary,
+        shape: ExpertsShape,
+        has_biases: bool,
+        allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+    ) -> None:
         self._shape = shape
-        padded = -(-shape.own_inner // PANEL) * 2 * PANEL
-        self.gate_up_weights = PackedWeights(native, shape.num_slots, padded, shape.in_features, shape.dtype)
-        self.down_weights = PackedWeights(native, shape.num_slots, shape.out_features, shape.inner, shape.dtype)
+        padded, count = -(-shape.own_inner // PANEL) * 2 * PANEL, shape.num_slots
+        self.gate_up_weights = PackedWeights(native, count, padded, shape.in_features, shape.dtype, allocate)
+        self.down_weights = PackedWeights(native, count, shape.out_features, shape.inner, shape.dtype, allocate)
         self._biases: Biases | None = None
         if has_biases:
             sizes = (2 * shape.own_inner, shape.out_features)
-            self._biases = Biases(*(torch.zeros((shape.num_slots, size)) for size in sizes))
+            self._biases = Biases(*(allocate(4 * count * size).view(torch.float32).view(count, -1) for size in sizes))
         self._descriptor = ExpertsDescriptor(
             self.gate_up_weights.address,
             self.down_weights.address,
@@ -249,6 +270,11 @@ class NativeExperts:
 
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
         return _Interleaved(self.gate_up_weights, slot, self._shape.own_inner), _Stored(self.down_weights, slot)
+
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        biases = () if self._biases is None else (self._biases.gate_up, self._biases.down)
+        arrays = (self.gate_up_weights.packed, self.down_weights.packed, *biases)
+        return tuple(each.view(torch.uint8).view(self._shape.num_slots, -1) for each in arrays)
 
     def group(self, ids: torch.Tensor, slots: torch.Tensor, num_slots: int = 0) -> Groups:
         assert (ids.dtype, slots.dtype) == (torch.int64, torch.int32) and ids.is_contiguous(), f"{ids.dtype}"

@@ -89,14 +89,20 @@ class PackedWeights:
     """The packed weights [out_features, in_features] of `count` layers of one shape, one after another in memory."""
 
     def __init__(
-        self, native: NativeLibrary, count: int, out_features: int, in_features: int, dtype: torch.dtype
+        self,
+        native: NativeLibrary,
+        count: int,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        allocate: Callable[[int], torch.Tensor] = aligned_bytes,
     ) -> None:
         self._native = native
         self._dtype = dtype
         self._shape = out_features, in_features
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0)
         self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
-        self.packed = aligned_bytes(count * self._bytes)
+        self.packed = allocate(count * self._bytes)
 
     @property
     def address(self) -> int:

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from msgspec import field
 
+from penstock.messages.experts import NO_EXPERTS, ExpertsOutput
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 
 
@@ -46,6 +47,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     unsatisfiable_requests: dict[str, str] = field(default_factory=dict[str, str])
     is_replayed: bool = False
     kv_connector_output: KVConnectorOutput = NO_OUTPUT
+    experts: ExpertsOutput = NO_EXPERTS
 
     @staticmethod
     def with_kv_conn_output_only(output: KVConnectorOutput) -> ModelRunnerOutput:

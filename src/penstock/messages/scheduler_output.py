@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from penstock.messages.experts import ExpertOrders
 from penstock.messages.kv_transfer import KVConnectorMetadata
 from penstock.messages.requests import RowRequest
 
@@ -50,7 +51,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     reports those of `grammar_request_ids`, which sample in this step and need a `GrammarOutput` for it. The tokens
     allowed for them depend on their earlier tokens: results of steps up to `barrier_step` are applied first (0: none).
     Rows of finished and preempted requests are freed before anything else. A warm-up step is not passed to the
-    connector.
+    connector, and its experts are not counted. `expert_orders` are for the ranks that have that layer.
     """
 
     step: int
@@ -67,6 +68,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     kv_connector_metadata: KVConnectorMetadata | None = None
     barrier_step: int = 0
     is_warm_up: bool = False
+    expert_orders: ExpertOrders | None = None
 
     @property
     def is_empty(self) -> bool:

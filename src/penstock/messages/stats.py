@@ -36,6 +36,16 @@ class RemoteKVStats(msgspec.Struct, frozen=True):
     num_tokens: int = 0
 
 
+class ExpertStats(msgspec.Struct, frozen=True):
+    """`balancedness` is the mean load of the ranks in proportion to the highest one, as last measured; 1 is equal load.
+    Counters of experts that were copied to a rank, and of copies that failed.
+    """
+
+    balancedness: float = 1.0
+    num_moved: int = 0
+    num_failed: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True):
     """A snapshot of the scheduler; the counters only grow."""
 
@@ -50,6 +60,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     remote_kv: RemoteKVStats = RemoteKVStats()
     connector: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     num_graph_replays: int = 0
+    experts: ExpertStats = ExpertStats()
 
 
 class BlockMap(msgspec.Struct, frozen=True):

@@ -24,6 +24,8 @@ _TOTALS = (
     ("vllm:spec_decode_num_draft_tokens", attrgetter("speculation.num_draft_tokens")),
     ("vllm:spec_decode_num_accepted_tokens", attrgetter("speculation.num_accepted_tokens")),
     ("penstock:graph_replays", attrgetter("num_graph_replays")),
+    ("penstock:experts_moved", attrgetter("experts.num_moved")),
+    ("penstock:expert_moves_failed", attrgetter("experts.num_failed")),
     ("penstock:kv_loads", attrgetter("remote_kv.num_loads")),
     ("penstock:kv_loads_failed", attrgetter("remote_kv.num_failed")),
     ("penstock:kv_load_timeouts", attrgetter("remote_kv.num_timeouts")),
@@ -181,6 +183,7 @@ class EngineMetrics:
         gauges["vllm:num_requests_running"].set(stats.num_running)
         gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
         gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        gauges["penstock:expert_balancedness"].set(stats.experts.balancedness)
         gauges["penstock:engine_up"].set(engine.outage is None)
         gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
         self._read_connector(stats.connector)

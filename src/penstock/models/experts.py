@@ -16,23 +16,28 @@ row, so neither the group's size nor the place of an expert changes a bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from penstock.config.expert_parallel import SPARE
 from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.dispatch import is_interpreted
 from penstock.kernels.experts import ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
+from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
+from penstock.models.decoder import DecoderLayer
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
 from penstock.utils.errors import ConfigError
+from penstock.utils.shared_memory import SharedMemory, create_memory
 
 
 def sparse_mlp(config: ModelConfig, weights: Weights, layer: int) -> FeedForward:
@@ -68,6 +73,7 @@ class Experts:
         assert experts is not None
         names = _find_names(config, weights)
         weights = weights / names.part
+        self.name = weights.prefix.removesuffix(".")
         self.config = experts
         self.router_logits = _read_router(experts, hidden, weights)
         self.route = Router(experts, _read_correction(experts, weights))
@@ -103,38 +109,61 @@ class SlicedExperts:
 
 
 class PlacedExperts:
-    """Every rank of a group has some of the experts, whole, in its slots; all slots are numbered rank after rank.
+    """Every rank of a group has some of the experts, whole, in its buffers; all are numbered rank after rank.
 
-    An expert in several slots is computed in one of them, chosen by the row's number. All ranks choose alike, gather
+    An expert in several buffers is computed in one of them, chosen by the row's number. All ranks choose alike, gather
     the outputs of all pairs and combine them, so that the placement changes no bit.
+
+    If experts move, their memory is shared with the other ranks, and the tokens of each expert are counted.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, names: _Names) -> None:
         parallel = weights.expert_parallel
         assert config.experts is not None and parallel is not None
+        self.rank, self.num_buffers = weights.group.index, parallel.num_buffers
+        self.memories: list[SharedMemory] = []
         self._group = weights.group
-        self._num_slots = parallel.num_slots
-        first = weights.group.index * parallel.num_slots
-        self._own = slice(first, first + parallel.num_slots)
-        self.place(parallel.initial_placement(), config.experts.num_experts)
-        self.experts = _load_experts(config, weights.whole(), names, self.placement[self._own])
+        self._own = slice(self.rank * self.num_buffers, (self.rank + 1) * self.num_buffers)
+        self._loads: np.ndarray | None = None
+        self._num_experts = config.experts.num_experts
+        self.place(parallel.initial_placement())
+        allocate = aligned_bytes
+        if parallel.balancing is not None:
+            self._loads = np.zeros(self._num_experts, np.int32)
+            allocate = self._allocate_shared
+        self.experts = _load_experts(config, weights.whole(), names, self.placement[self._own], allocate)
+        if parallel.balancing is not None and not self.experts.arrays():
+            raise ConfigError("enable_eplb needs the native library, and this process uses torch: leave it out")
 
-    def place(self, placement: Sequence[int], num_experts: int) -> None:
-        """`placement` is the expert of every slot."""
+    def place(self, placement: Sequence[int]) -> None:
+        """`placement` is the expert of every buffer, or SPARE."""
         self.placement = tuple(placement)
-        self._all_slots = torch.arange(len(placement), dtype=torch.int32)
-        slots: list[list[int]] = [[] for _ in range(num_experts)]
-        for slot, expert in enumerate(placement):
-            slots[expert].append(slot)
-        counts = [len(each) for each in slots]
+        self._all_buffers = torch.arange(len(placement), dtype=torch.int32)
+        buffers: list[list[int]] = [[] for _ in range(self._num_experts)]
+        for buffer, expert in enumerate(placement):
+            if expert != SPARE:
+                buffers[expert].append(buffer)
+        counts = [len(each) for each in buffers]
         self._counts = torch.tensor(counts)
-        # [num_experts, most copies]: an expert's slots, repeated.
-        self._slots = torch.tensor([(each * max(counts))[: max(counts)] for each in slots])
+        # [num_experts, most copies]: an expert's buffers, repeated.
+        self._buffers = torch.tensor([(each * max(counts))[: max(counts)] for each in buffers])
+
+    def take_loads(self) -> np.ndarray:
+        """Returns how many tokens have chosen each expert since the last call, [num_experts] int32."""
+        assert self._loads is not None, "experts that do not move are not counted"
+        loads, self._loads = self._loads, np.zeros_like(self._loads)
+        return loads
+
+    def _allocate_shared(self, num_bytes: int) -> torch.Tensor:
+        self.memories.append(create_memory(num_bytes))
+        return torch.frombuffer(self.memories[-1].view, dtype=torch.uint8)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids and weights [T, top_k] -> [T, H]."""
-        groups = self.experts.group(self._choose(ids), self._all_slots, len(self._all_slots))
-        bounds = groups.starts[:: self._num_slots].tolist()  # where each rank's sorted rows begin
+        if self._loads is not None:
+            self._loads += ids.view(-1).bincount(minlength=self._num_experts).numpy().astype(np.int32)
+        groups = self.experts.group(self._choose(ids), self._all_buffers, len(self._all_buffers))
+        bounds = groups.starts[:: self.num_buffers].tolist()  # where each rank's sorted rows begin
         own = slice(*bounds[self._group.index : self._group.index + 2])
         starts = groups.starts[self._own.start : self._own.stop + 1] - own.start
         here = replace(groups, pairs=groups.pairs[own], starts=starts)
@@ -143,11 +172,19 @@ class PlacedExperts:
         return self.experts.combine(gather_rows(self._group, outputs, counts), groups, weights)  # -> [P, H] -> [T, H]
 
     def _choose(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the slot of every pair."""
-        if self._slots.shape[1] == 1:
-            return self._slots[:, 0][ids]
+        """Returns the buffer of every pair."""
+        if self._buffers.shape[1] == 1:
+            return self._buffers[:, 0][ids]
         copies = torch.arange(len(ids))[:, None] % self._counts[ids]
-        return self._slots[ids, copies]
+        return self._buffers[ids, copies]
+
+
+def placed_experts(layers: Iterable[DecoderLayer]) -> dict[str, PlacedExperts]:
+    """Returns the experts of those layers whose experts the ranks divide, by name."""
+    parts = (layer.feed_forward for layer in layers)
+    return {
+        part.name: part.routed for part in parts if isinstance(part, Experts) and isinstance(part.routed, PlacedExperts)
+    }
 
 
 class _SharedMLP:
@@ -191,10 +228,16 @@ def _read_correction(experts: ExpertsConfig, weights: Weights) -> torch.Tensor |
     return replace(weights, dtype=torch.float32).tensor("gate.e_score_correction_bias", experts.num_experts)
 
 
-def _load_experts(config: ModelConfig, weights: Weights, names: _Names, chosen: Sequence[int]) -> GroupedExperts:
+def _load_experts(
+    config: ModelConfig,
+    weights: Weights,
+    names: _Names,
+    chosen: Sequence[int],
+    allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+) -> GroupedExperts:
     """Reads and packs one expert after another, so that no second copy of all of them is in memory.
 
-    Slot i has this rank's share of expert `chosen[i]`.
+    Slot i has this rank's share of expert `chosen[i]`, or nothing if that is SPARE.
     """
     experts, hidden, own = config.experts, config.hidden_size, weights.share.part
     assert experts is not None
@@ -207,10 +250,12 @@ def _load_experts(config: ModelConfig, weights: Weights, names: _Names, chosen: 
         dtype=weights.dtype,
         is_clamped=experts.activation == CLAMPED,
     )
-    made = _make_grouped(shape, weights)
+    made = _make_grouped(shape, weights, allocate)
     is_fused = not weights.has(f"experts.0.{names.gate}.weight") and weights.has("experts.gate_up_proj")
     read = _read_fused if is_fused else _read_single
     for slot, expert in enumerate(chosen):
+        if expert == SPARE:
+            continue
         gate_up, down = read(experts, hidden, weights, names, expert)
         made.store(slot, gate_up, down)
         for name, stored, weight in zip(("gate_up", "down"), made.weights(slot), (gate_up, down), strict=True):
@@ -218,10 +263,10 @@ def _load_experts(config: ModelConfig, weights: Weights, names: _Names, chosen: 
     return made
 
 
-def _make_grouped(shape: ExpertsShape, weights: Weights) -> GroupedExperts:
+def _make_grouped(shape: ExpertsShape, weights: Weights, allocate: Callable[[int], torch.Tensor]) -> GroupedExperts:
     if is_interpreted():
         return ReferenceExperts(shape, partial(Linear, deterministic=weights.deterministic))
-    return make_experts(shape)
+    return make_experts(shape, allocate=allocate)
 
 
 def _read_single(

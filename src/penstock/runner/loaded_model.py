@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,6 +11,7 @@ from penstock.config.model import ModelConfig
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.messages.tensor_rows import TensorRows
 from penstock.models.eagle3 import Eagle3Head
+from penstock.models.experts import PlacedExperts
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.models.pooling_head import PoolingHead
@@ -24,7 +26,8 @@ Drafter = Model | MultiTokenPredictor | Eagle3Head
 class LoadedModel:
     """A model, or a rank's part of it, before it has any KV cache; `drafter` is the speculator's, if it has one.
 
-    `read` lists what was read of the checkpoints for both, with digests of the bytes if a KV connector needs them.
+    `experts` are those of both that the ranks divide, by layer. `read` lists what was read of the checkpoints for both,
+    with digests of the bytes if a KV connector needs them.
     """
 
     model: Model
@@ -34,6 +37,7 @@ class LoadedModel:
     drafter: Drafter | None = None
     links: RankLinks = NO_LINKS
     pooling_head: PoolingHead | None = None
+    experts: Mapping[str, PlacedExperts] = field(default_factory=dict[str, PlacedExperts])
 
     @property
     def draft_kv_cache_specs(self) -> dict[str, KVCacheSpec]:

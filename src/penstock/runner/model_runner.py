@@ -21,6 +21,7 @@ from penstock.messages.scheduler_output import BlockIds, GrammarOutput, Schedule
 from penstock.models.interface import ModelOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import TableWriter
+from penstock.runner.expert_mover import ExpertStep
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.outputs import PendingOutput, ReadyOutput
 from penstock.runner.request_states import RequestStates
@@ -48,6 +49,7 @@ class ModelRunner:
     passes: Forward
     end: StepEnd
     kv_step: KVStep
+    experts: ExpertStep
     poisoned: tuple[torch.Tensor, ...]  # the cache if new blocks are filled with NaN, so that early reads show
     max_drafts_in_flight: int | None  # if set, every step checks the two counts of computed tokens
     _parked: ExecuteModelState | None = field(default=None, init=False)
@@ -59,6 +61,7 @@ class ModelRunner:
         self._parked = self.kv_step.run_forward(plan, lambda: self._forward(plan))
 
     def _forward(self, plan: SchedulerOutput) -> ExecuteModelState | None:
+        self.experts.begin(plan)
         self._update_rows(plan)
         if plan.is_empty:
             return None
@@ -77,9 +80,10 @@ class ModelRunner:
         state, self._parked = self._parked, None
         end = partial(self.end.finish, state, grammars) if state is not None else _no_output
         output, finished = self.kv_step.run_sampling(end)
+        experts = self.experts.end()
         if output is None:
-            return ReadyOutput(ModelRunnerOutput.with_kv_conn_output_only(finished))
-        return replace(output, kv_connector_output=finished)
+            return ReadyOutput(ModelRunnerOutput(kv_connector_output=finished, experts=experts))
+        return replace(output, kv_connector_output=finished, experts=experts)
 
     @property
     def runs_ahead(self) -> bool:
@@ -89,6 +93,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Shuts down; no step follows."""
         self.kv_step.shutdown()
+        self.experts.shutdown()
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         self.end.remove(self.states.rows.remove(plan.finished_request_ids | plan.preempted_request_ids))

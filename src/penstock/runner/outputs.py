@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from msgspec.structs import replace
 
+from penstock.messages.experts import NO_EXPERTS, ExpertsOutput
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.runner.buffers import HostCopy
@@ -68,12 +69,15 @@ class StepOutput:
     parts: tuple[PendingPart, ...] = ()
     is_replayed: bool = False
     kv_connector_output: KVConnectorOutput = NO_OUTPUT
+    experts: ExpertsOutput = NO_EXPERTS
 
     def result(self) -> ModelRunnerOutput:
         output = self.sampled.result()
         for part in self.parts:
             output = part(output)
-        return replace(output, is_replayed=self.is_replayed, kv_connector_output=self.kv_connector_output)
+        return replace(
+            output, is_replayed=self.is_replayed, kv_connector_output=self.kv_connector_output, experts=self.experts
+        )
 
 
 class Verdict(enum.IntEnum):

@@ -18,6 +18,7 @@ from penstock.runner.awaited_results import AwaitedResults
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.encoder_pass import EncoderPass
+from penstock.runner.expert_mover import ExpertStep, NoExpertStep
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.loaded_model import LoadedModel
@@ -40,6 +41,7 @@ def make_runner(
     config: EngineConfig,
     connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
     debug: bool = False,
+    experts: ExpertStep = NoExpertStep(),  # noqa: B008 - it has no state
 ) -> ModelRunner:
     """Raises ConfigError if the rows, the drafts' distributions or the graphs do not fit into memory, or if the
     attention backend cannot run the model.
@@ -85,6 +87,7 @@ def make_runner(
         passes=passes,
         end=end,
         kv_step=kv_step,
+        experts=experts,
         poisoned=poisoned,
         max_drafts_in_flight=limits.max_num_drafts * limits.max_steps_ahead if debug else None,
     )

@@ -12,6 +12,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.models.eagle3 import Eagle3Head
+from penstock.models.experts import PlacedExperts, placed_experts
 from penstock.models.interface import Model
 from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
@@ -75,12 +76,12 @@ def load_model(
             )
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
-        model, drafter = _build(config, parts, shard, links, weights_of)
+        model, drafter, experts = _build(config, parts, shard, links, weights_of)
         head = _read_head(config, shard, weights_of)
     read = tuple(rows for prefix, each in zip(("", DRAFT_PREFIX), digests, strict=False) for rows in each.rows(prefix))
     if config.pooling is None:
         model = parts.for_small_steps(model, config.execution)
-    return LoadedModel(model, config.model, device, read, drafter, links, head)
+    return LoadedModel(model, config.model, device, read, drafter, links, head, experts)
 
 
 def _read_head(
@@ -100,10 +101,10 @@ def _build(
     shard: ShardId,
     links: RankLinks,
     weights_of: Callable[[ModelConfig], AbstractContextManager[Weights]],
-) -> tuple[Model, Drafter | None]:
+) -> tuple[Model, Drafter | None, dict[str, PlacedExperts]]:
     if config.model.encoder is not None:
         with weights_of(config.model) as weights:
-            return build_encoder(config.model, weights), None
+            return build_encoder(config.model, weights), None, {}
     parallel, speculative = config.parallel, config.speculative
     stage = stages(config.model.num_hidden_layers, parallel.pp, parallel.layer_counts)[shard[0]]
     eagle3 = None if speculative is None else speculative.eagle3
@@ -114,11 +115,14 @@ def _build(
         feeds_head = stage.is_last and (has_mtp or eagle3 is not None)
         has_logits = config.pooling is None
         decoder = build_model(config.model, weights, aux_layers, stage, feeds_head, has_logits)
+        layers = list(decoder.layers)
         if has_mtp and stage.is_last:
             drafter = build_mtp(config.model, weights, decoder)
+            layers.append(drafter.layer)
+    experts = placed_experts(layers)
     model = decoder if parallel.pp == 1 else PipelineStage(decoder, links.upstream, links.downstream)
     if not stage.is_last:
-        return model, None
+        return model, None, experts
     if eagle3 is not None:
         with weights_of(eagle3.shape) as weights:
             drafter = Eagle3Head(eagle3, weights, decoder)
@@ -128,4 +132,4 @@ def _build(
             # The experts of another model are divided like its other layers.
             drafter = build_model(speculative.draft_model, replace(weights, expert_parallel=None))
             drafter = parts.for_small_steps(drafter, config.execution)
-    return model, drafter
+    return model, drafter, experts

@@ -46,7 +46,8 @@ class LoadWorker(msgspec.Struct, frozen=True):
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's facts about its device and its loaded model. Specs are by layer name in the order of the layers, a
     drafter's under separate names; its KV at a position depends on the following `num_tokens_ahead` tokens.
-    `arithmetic` names the kernels: different kernels give different last bits. `read` lists what was read of the
+    `expert_memories` are the names of the memory of a layer's experts, if experts move; those of a drafter are among
+    them. `arithmetic` names the kernels: different kernels give different last bits. `read` lists what was read of the
     checkpoints. `kernels`, `device_name` and `num_threads` are for display (`EngineInfo`).
     """
 
@@ -61,15 +62,21 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     device_name: str
     num_threads: int
+    expert_memories: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
 
 
 class InitializeWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """`connector` is None if KV stays in the engine, `connector_setup` if its worker sides need no further data."""
+    """`connector` is None if KV stays in the engine, `connector_setup` if its worker sides need no further data.
+    `expert_memories` are, by layer, those of all ranks of its stage in their order.
+    """
 
     cache: KVCacheConfig
     limits: SchedulerConfig
     connector: ConnectorContext | None = None
     connector_setup: ConnectorSetup | None = None
+    expert_memories: dict[str, tuple[tuple[str, ...], ...]] = msgspec.field(
+        default_factory=dict[str, tuple[tuple[str, ...], ...]]
+    )
 
 
 class WorkerReady(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.shared_memory import shared_links
+from penstock.runner.expert_mover import ExpertMover, NoExpertStep
 from penstock.runner.kv_cache import KVCache, allocate_kv_cache, allocate_shared_kv_cache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import memory_for
@@ -84,6 +85,11 @@ def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, parts
         except OSError as error:
             raise EngineDeadError(f"the memory that the ranks share cannot be mapped: {error}") from error
         return shared_links(memory, parallel.pp, parallel.tp, shard)
+    if parallel.experts is not None and parallel.experts.balancing is not None:
+        raise ConfigError(
+            "enable_eplb needs ranks on one host that share memory (distributed_executor_backend mp or uniproc on a "
+            "CPU), because they copy experts from each other: leave it out"
+        )
     # Imported here: ranks on one host need no torch.distributed.
     from penstock.parallel.distributed import distributed_links
 
@@ -112,6 +118,11 @@ class LoadedWorker:
             kernels=parts.kernels,
             device_name=parts.device_name,
             num_threads=native.num_threads(),
+            expert_memories={
+                name: tuple(memory.name for memory in each.memories)
+                for name, each in loaded.experts.items()
+                if each.memories
+            },
         )
 
     def initialize(self, plan: InitializeWorker) -> Worker:
@@ -125,7 +136,10 @@ class LoadedWorker:
         rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
         with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
             planned = replace(config, scheduler=limits)
-            runner = make_runner(self._parts, loaded, cache, planned, connector, debug=env.debug())
+            experts = NoExpertStep()
+            if self.facts.expert_memories:
+                experts = ExpertMover(loaded.experts, plan.expert_memories, self.facts.shard)
+            runner = make_runner(self._parts, loaded, cache, planned, connector, env.debug(), experts)
         ready = WorkerReady(self.facts.shard, connector.get_handshake_metadata(), runner.runs_ahead)
         advice = f"lower gpu_memory_utilization, or {step_advice(limits)}"
         return Worker(runner, ready, loaded.device, advice, loaded.links)

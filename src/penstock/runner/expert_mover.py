@@ -1,0 +1,133 @@
+"""A rank's part in balancing its experts: counts, copies and switches, as the plans order them.
+
+Copies run on a thread beside the steps, from the memory of the rank that has the expert into a buffer that no step
+reads. Their ends are reported with the results of later steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.messages.experts import NO_EXPERTS, ExpertMove, ExpertsOutput
+from penstock.messages.kv_transfer import ShardId, TransferReport, TransferStatus
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.models.experts import PlacedExperts
+from penstock.utils import logging
+from penstock.utils.shared_memory import attach_memory
+
+logger = logging.get_logger(__name__)
+
+_PIECE_BYTES = 1 << 20
+# A copy takes at most this share of a core's time, because the steps need all cores.
+_SHARE_OF_TIME = 0.05
+
+
+class ExpertStep(Protocol):
+    """Lifecycle: one is built with the runner. Threading: the runner's thread."""
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Called before the model's pass: applies the plan's orders."""
+        ...
+
+    def end(self) -> ExpertsOutput:
+        """Called after the step's last pass: returns its counts, and the moves that have ended."""
+        ...
+
+    def shutdown(self) -> None:
+        """Waits for copies; no step follows."""
+        ...
+
+
+class NoExpertStep:
+    """Experts stay where they are, or there are none (`ExpertStep`)."""
+
+    def begin(self, plan: SchedulerOutput) -> None: ...
+
+    def end(self) -> ExpertsOutput:
+        return NO_EXPERTS
+
+    def shutdown(self) -> None: ...
+
+
+class ExpertMover:
+    """An `ExpertStep`. `memories` are the names of each layer's arrays on the ranks of this stage, in their order."""
+
+    def __init__(
+        self, experts: Mapping[str, PlacedExperts], memories: Mapping[str, Sequence[Sequence[str]]], shard: ShardId
+    ) -> None:
+        self._experts = experts
+        self._memories = memories
+        self._shard = shard
+        self._is_counted = False
+        self._is_over = threading.Event()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-experts")
+        self._copies: deque[tuple[ExpertMove, Future[None]]] = deque()
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        self._is_counted = not plan.is_warm_up
+        orders = plan.expert_orders
+        if orders is None or orders.layer not in self._experts:
+            return
+        experts, memories = self._experts[orders.layer], self._memories[orders.layer]
+        if orders.placement:
+            experts.place(orders.placement)
+        for move in orders.moves:
+            source_rank, source = divmod(move.source, experts.num_buffers)
+            rank, target = divmod(move.target, experts.num_buffers)
+            if rank == experts.rank:
+                arrays, names = experts.experts.arrays(), memories[source_rank]
+                self._copies.append(
+                    (move, self._thread.submit(copy_expert, arrays, names, source, target, self._pause))
+                )
+
+    def end(self) -> ExpertsOutput:
+        # A step without tokens reports zeros, which add nothing.
+        loads = {name: experts.take_loads() for name, experts in self._experts.items()}
+        reports: list[TransferReport] = []
+        # They end in the order in which they were submitted.
+        while self._copies and self._copies[0][1].done():
+            reports.append(self._report(*self._copies.popleft()))
+        return ExpertsOutput(loads if self._is_counted and self._shard[1] == 0 else {}, tuple(reports))
+
+    def _report(self, move: ExpertMove, copy: Future[None]) -> TransferReport:
+        error = copy.exception()
+        if error is not None:
+            logger.warning("%s: an expert was not copied: %s", move.transfer_id, error)
+        status = TransferStatus.DONE if error is None else TransferStatus.FAILED
+        return TransferReport(move.transfer_id, self._shard, status)
+
+    def _pause(self, seconds: float) -> None:
+        self._is_over.wait(seconds * (1 / _SHARE_OF_TIME - 1))
+
+    def shutdown(self) -> None:
+        self._is_over.set()
+        self._thread.shutdown()
+
+
+def copy_expert(
+    arrays: Sequence[torch.Tensor],
+    names: Sequence[str],
+    source: int,
+    target: int,
+    pause: Callable[[float], object] = lambda seconds: None,
+) -> None:
+    """Copies an expert from the rank whose arrays have these names, and calls `pause` with the time of each piece.
+
+    Raises OSError if that rank has ended.
+    """
+    for name, array in zip(names, arrays, strict=True):
+        other = attach_memory(name, array.nbytes, writable=False)
+        there, here = np.frombuffer(other.view, np.uint8).reshape(array.shape)[source], array.numpy()[target]
+        for first in range(0, len(here), _PIECE_BYTES):
+            begun = time.perf_counter()
+            # Releases the interpreter lock.
+            np.copyto(here[first : first + _PIECE_BYTES], there[first : first + _PIECE_BYTES])
+            pause(time.perf_counter() - begun)
