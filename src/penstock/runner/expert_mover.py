@@ -1,7 +1,7 @@
 """A rank's part in balancing its experts: counts, copies and switches, as the plans order them.
 
 Copies run on a thread beside the steps, from the memory of the rank that has the expert into a buffer that no step
-reads. Their ends are reported with the results of later steps.
+reads, with pauses that leave the cores to the steps. Their ends are reported with the results of later steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -68,48 +67,52 @@ class ExpertMover:
         self._shard = shard
         self._is_counted = False
         self._is_over = threading.Event()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-experts")
-        self._copies: deque[tuple[ExpertMove, Future[None]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._ended: deque[TransferReport] = deque()
 
     def begin(self, plan: SchedulerOutput) -> None:
         self._is_counted = not plan.is_warm_up
         orders = plan.expert_orders
         if orders is None or orders.layer not in self._experts:
             return
-        experts, memories = self._experts[orders.layer], self._memories[orders.layer]
+        experts = self._experts[orders.layer]
         if orders.placement:
             experts.place(orders.placement)
-        for move in orders.moves:
-            source_rank, source = divmod(move.source, experts.num_buffers)
-            rank, target = divmod(move.target, experts.num_buffers)
-            if rank == experts.rank:
-                arrays, names = experts.experts.arrays(), memories[source_rank]
-                self._copies.append(
-                    (move, self._thread.submit(copy_expert, arrays, names, source, target, self._pause))
-                )
+        moves = [move for move in orders.moves if move.target // experts.num_buffers == experts.rank]
+        if moves:
+            # The last ones have ended: the core orders no moves before all are reported. A process that ends does not
+            # wait for a copy.
+            self._thread = threading.Thread(
+                target=self._copy, args=(orders.layer, moves), name="penstock-experts", daemon=True
+            )
+            self._thread.start()
 
     def end(self) -> ExpertsOutput:
         # A step without tokens reports zeros, which add nothing.
         loads = {name: experts.take_loads() for name, experts in self._experts.items()}
-        reports: list[TransferReport] = []
-        # They end in the order in which they were submitted.
-        while self._copies and self._copies[0][1].done():
-            reports.append(self._report(*self._copies.popleft()))
-        return ExpertsOutput(loads if self._is_counted and self._shard[1] == 0 else {}, tuple(reports))
-
-    def _report(self, move: ExpertMove, copy: Future[None]) -> TransferReport:
-        error = copy.exception()
-        if error is not None:
-            logger.warning("%s: an expert was not copied: %s", move.transfer_id, error)
-        status = TransferStatus.DONE if error is None else TransferStatus.FAILED
-        return TransferReport(move.transfer_id, self._shard, status)
-
-    def _pause(self, seconds: float) -> None:
-        self._is_over.wait(seconds * (1 / _SHARE_OF_TIME - 1))
+        reports = tuple(self._ended.popleft() for _ in range(len(self._ended)))
+        return ExpertsOutput(loads if self._is_counted and self._shard[1] == 0 else {}, reports)
 
     def shutdown(self) -> None:
         self._is_over.set()
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _copy(self, layer: str, moves: Sequence[ExpertMove]) -> None:
+        """Makes copies, one after the other."""
+        experts, memories = self._experts[layer], self._memories[layer]
+        for move in moves:
+            rank, source = divmod(move.source, experts.num_buffers)
+            target, status = move.target % experts.num_buffers, TransferStatus.DONE
+            try:
+                copy_expert(experts.experts.arrays(), memories[rank], source, target, self._pause)
+            except Exception:
+                logger.exception("an expert of %s was not copied from rank %d", layer, rank)
+                status = TransferStatus.FAILED
+            self._ended.append(TransferReport(move.transfer_id, self._shard, status))
+
+    def _pause(self, seconds: float) -> None:
+        self._is_over.wait(seconds * (1 / _SHARE_OF_TIME - 1))
 
 
 def copy_expert(
