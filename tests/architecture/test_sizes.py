@@ -38,7 +38,7 @@ BUDGETS = {
     "parallel": 519,
     "penstock": 45,
     "router": 1888,
-    "runner": 2707,
+    "runner": 2709,
     "server": 4166,
     "simulation": 3351,
     "tokenizer": 338,
