@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 328,
     "cli": 1424,
-    "config": 1586,
+    "config": 1587,
     "core": 1707,
     "engine": 758,
     "executor": 559,
@@ -34,7 +34,7 @@ BUDGETS = {
     "loadgen": 453,
     "messages": 749,
     "metrics": 670,
-    "models": 1030,
+    "models": 1031,
     "parallel": 519,
     "penstock": 45,
     "router": 1888,
@@ -44,7 +44,7 @@ BUDGETS = {
     "tokenizer": 338,
     "utils": 556,
     "verify": 773,
-    "worker": 594,
+    "worker": 595,
 }
 # A folder that has shrunk by more than this needs a smaller budget, so that it cannot grow again unnoticed.
 SLACK = 60

@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.kv_transfer.topology.planner import merge
 from penstock.kv_transfer.transports import agent_transport
 from penstock.kv_transfer.transports.agent_transport import AgentAddress, AgentTransport
 from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
 from penstock.kv_transfer.transports.base import TransferHandle, TransferState
-from penstock.kv_transfer.transports.flat_memory import merged
 from penstock.kv_transfer.transports.helper import OpenAgent, ServedMemory
 from penstock.kv_transfer.transports.socket_protocol import SocketLimits, decode, encode
 from penstock.messages.kv_layout import MemoryRegion
@@ -250,8 +250,8 @@ def test_memory_without_a_name_is_refused() -> None:
 
 def test_pieces_that_are_contiguous_on_both_sides_are_merged() -> None:
     pieces = runs_of((0, 100, 4), (4, 104, 4), (8, 112, 4), (12, 116, 2), (20, 118, 2))
-    assert merged(pieces).tolist() == [[0, 100, 8], [8, 112, 6], [20, 118, 2]]
-    assert merged(runs_of()).tolist() == []
+    assert merge(pieces).tolist() == [[0, 100, 8], [8, 112, 6], [20, 118, 2]]
+    assert merge(runs_of()).tolist() == []
 
 
 # ---- Without a library ----

@@ -41,8 +41,7 @@ Build = Callable[[TensorGroup, bool], torch.Tensor]
 
 
 def weights_of(path: Path, group: TensorGroup, divides_inputs: bool) -> Weights:
-    source = open_weights(load_model_config(path), "auto")
-    return Weights(source, torch.float32, CPU, group=group, divides_inputs=divides_inputs)
+    return Weights(open_weights(path, "auto"), torch.float32, CPU, group=group, divides_inputs=divides_inputs)
 
 
 @torch.inference_mode()

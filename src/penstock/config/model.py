@@ -43,8 +43,7 @@ class ModelConfig:
 
     `max_position_embeddings` is the longest context in tokens; `layer_windows[i]` is layer i's sliding window in
     tokens, 0 for full attention. With `latent`, the one KV head of size `head_dim` is what the cache stores of a token.
-    The first `rotary_dim` dimensions of a head are rotated. With `fp8_block` weights are 8-bit floats with a scale for
-    every block of so many rows and columns.
+    With `fp8_block` weights are 8-bit floats with a scale for every block of so many rows and columns.
     """
 
     path: Path
@@ -58,7 +57,6 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rotary_dim: int
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
@@ -69,6 +67,12 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
     fp8_block: tuple[int, int] | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head are rotated, the first ones."""
+        return self.head_dim if self.latent is None else self.latent.rotary_size
+
     experts: ExpertsConfig | None = None
 
 
@@ -141,7 +145,6 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rotary_dim=head_dim if latent is None else latent.rotary_size,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         max_position_embeddings=(

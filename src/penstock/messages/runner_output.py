@@ -34,6 +34,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     request to an error that concerns it alone, `unsatisfiable_requests` to constraints that cannot be satisfied.
     `is_replayed`: a CUDA graph computed the step. `pooled` holds the vectors of requests whose prompts a step of a
     pooling engine has completed, [hidden_size] float32 each; such a step samples nothing.
+    `experts` is what the ranks report about experts that move.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from penstock.config.expert_parallel import ExpertParallelConfig
-from penstock.config.model import ModelConfig, read_json
+from penstock.config.model import read_json
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
@@ -395,18 +395,22 @@ class DummySource:
         self._pool = torch.empty(0)
 
 
-def open_weights(shape: ModelConfig, load_format: str, device: torch.device = _HOST) -> WeightSource:
-    """Opens the source for `load_format` "auto" or "dummy", which generates its tensors on `device`."""
+def open_weights(
+    folder: Path, load_format: str, device: torch.device = _HOST, fp8_block: tuple[int, int] | None = None
+) -> WeightSource:
+    """Opens the source for `load_format` "auto" or "dummy", which generates its tensors on `device`.
+
+    `fp8_block` is as in `ModelConfig`.
+    """
     if load_format == "dummy":
         return DummySource(device)
-    source = CheckpointSource(shape.path)
-    return source if shape.fp8_block is None else BlockFP8Source(source, shape.fp8_block)
+    source = CheckpointSource(folder)
+    return source if fp8_block is None else BlockFP8Source(source, fp8_block)
 
 
-def memory_of_weights(shape: ModelConfig) -> int:
-    """Returns the bytes of a checkpoint's weights in memory."""
-    num_bytes = sum((shape.path / file).stat().st_size for file in set(_locate(shape.path).values()))
-    return num_bytes if shape.fp8_block is None else 2 * num_bytes
+def checkpoint_bytes(folder: Path) -> int:
+    """Returns the size of the checkpoint's weight files in bytes."""
+    return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
 
 
 def _locate(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
 from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
-from penstock.models.weights import Weights, WeightsDigest, compare, memory_of_weights, open_weights, trust
+from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES
@@ -41,7 +41,9 @@ def load_model(
     device, memory = torch.device(config.device), parts.memory
     is_read = config.load_format != "dummy" and parts.has_memory
     if is_read:
-        needed, available = memory_of_weights(config.model) // config.parallel.num_ranks, memory.available()
+        # 8-bit floats become twice as large.
+        num_bytes = checkpoint_bytes(config.model.path) * (1 if config.model.fp8_block is None else 2)
+        needed, available = num_bytes // config.parallel.num_ranks, memory.available()
         if needed > available:
             of_rank = "a rank's part of the" if config.parallel.num_ranks > 1 else "the"
             raise ConfigError(
@@ -60,7 +62,7 @@ def load_model(
     def weights_of(shape: ModelConfig) -> Iterator[Weights]:
         # Only the identity of KV that leaves the engine needs the digests.
         digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
-        opened = closing(open_weights(shape, config.load_format, device))
+        opened = closing(open_weights(shape.path, config.load_format, device, shape.fp8_block))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             yield Weights(
                 source,
