@@ -16,9 +16,9 @@ import torch
 from penstock.kernels import rank_exchange
 from penstock.kernels.native import instruction_sets, library_for
 from penstock.messages.kv_transfer import ShardId
-from penstock.parallel import rank_memory, shared_memory
+from penstock.parallel import groups, rank_memory, shared_memory
 from penstock.parallel.distributed import _all_reduce, _DistributedGroup, distributed_links
-from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel
+from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, gather_rows
 from penstock.parallel.rank_memory import Layout, abort, create_rank_memory
 from penstock.parallel.shared_memory import shared_links
 from penstock.utils import machine
@@ -100,6 +100,24 @@ def test_a_gather_larger_than_a_buffer_goes_in_pieces(
         for rows in (1, 4096 // row, 4096 // row + 1, 200, 2, 401, 199, 1)
     ]
     gather_all(count, cases, backend)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("counts", [(3,), (4, 0), (0, 7, 2), (0, 0, 0, 5)])
+def test_rows_of_all_ranks_follow_one_another(
+    counts: tuple[int, ...], most_bytes: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one gather, or in several of few rows of each rank."""
+    monkeypatch.setattr(groups, "_GATHERED_BYTES", most_bytes)
+    generator = torch.Generator().manual_seed(4)
+    cases = [random_bits(sum(counts), 9, dtype, generator) for dtype in FLOAT_DTYPES]
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for whole in cases:
+            own = whole.split(list(counts))[shard[1]]
+            assert same_bits(gather_rows(links.group, own, counts), whole)
+
+    run_ranks(1, len(counts), body, backend)
 
 
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
