@@ -87,13 +87,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="of measuring for each row")
+    parser.add_argument("--prefill", type=int, nargs="+", default=PREFILL, help="tokens of the prompts")
     args = parser.parse_args()
     native.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
     layer, library = Layer(), native.library()
     print(f"{'no library' if library is None else library.isa}, {args.threads} threads, one layer, ms")
     print("| prefill, tokens | absorbed | expanded | ratio |\n|---|---|---|---|")
-    for tokens in PREFILL:
+    for tokens in args.prefill:
         calls = {"absorbed": layer.absorbed(1, tokens, tokens), "expanded": layer.expanded(1, tokens, tokens)}
         found = measure(calls, args.seconds)
         ratio = found["absorbed"] / found["expanded"]

@@ -61,6 +61,7 @@ SLOW = {
     ),
     "bench/busy.py": Trial(("--neighbours", "0", "--batches", "1", "--rounds", "1"), "default / best"),
     "bench/disaggregation.py": Trial(("transfers", "--rounds", "1", "--lengths", "65"), "| 65 |"),
+    "bench/kernels/latent.py": Trial(("--seconds", "0.01", "--prefill", "64", "--threads", "1"), "absorbed"),
     "bench/kernels/attention.py": Trial(("--seconds", "0.01", "--threads", "1"), "us"),
     "bench/kernels/linear.py": Trial(
         ("--shapes", "64x64", "--rows", "1", "--seconds", "0.1", "--working-set", "1", "--threads", "1"), "M=1"
