@@ -22,7 +22,7 @@ import torch
 
 from penstock.config.model import load_model_config
 from penstock.kernels import native
-from penstock.models.experts import Experts
+from penstock.models.experts import Experts, SlicedExperts
 from penstock.models.weights import DummySource, Weights
 
 CPU = torch.device("cpu")
@@ -53,16 +53,19 @@ def parts_of(layer: Experts, x: torch.Tensor) -> dict[str, Callable[[], object]]
     """Returns the steps of a layer's call, each to be called by itself."""
     logits = layer.router_logits(x)
     ids, weights = layer.route(logits)
-    groups = layer.experts.group(ids, layer.slots)
-    activated = layer.experts.gate_up(x, groups)
-    outputs = layer.experts.down(activated, groups)
+    routed = layer.routed
+    assert isinstance(routed, SlicedExperts), "one rank has all experts"
+    experts, slots = routed.experts, routed.slots
+    groups = experts.group(ids, slots)
+    activated = experts.gate_up(x, groups)
+    outputs = experts.down(activated, groups)
     return {
         "logits": lambda: layer.router_logits(x),
         "route": lambda: layer.route(logits),
-        "group": lambda: layer.experts.group(ids, layer.slots),
-        "gate_up": lambda: layer.experts.gate_up(x, groups),
-        "down": lambda: layer.experts.down(activated, groups),
-        "combine": lambda: layer.experts.combine(outputs, groups, weights),
+        "group": lambda: experts.group(ids, slots),
+        "gate_up": lambda: experts.gate_up(x, groups),
+        "down": lambda: experts.down(activated, groups),
+        "combine": lambda: experts.combine(outputs, groups, weights),
     }
 
 

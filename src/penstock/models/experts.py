@@ -96,13 +96,13 @@ class SlicedExperts:
         assert experts is not None
         self.experts = _load_experts(config, weights, names, range(experts.num_experts))
         # An expert's slot: all experts are here, in order.
-        self._slots = torch.arange(experts.num_experts, dtype=torch.int32)
+        self.slots = torch.arange(experts.num_experts, dtype=torch.int32)
         self._gather_inner = Gather(weights.group, share.sizes(experts.intermediate_size))
         self._gather_outputs = Gather(weights.group, share.sizes(config.hidden_size))
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids and weights [T, top_k] -> [T, H]."""
-        groups = self.experts.group(ids, self._slots)
+        groups = self.experts.group(ids, self.slots)
         activated = self._gather_inner(self.experts.gate_up(x, groups))  # [T, H] -> [P, own I] -> [P, I]
         outputs = self.experts.down(activated, groups)  # -> [P, own H]
         return self._gather_outputs(self.experts.combine(outputs, groups, weights))  # -> [T, own H] -> [T, H]

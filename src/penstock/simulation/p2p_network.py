@@ -89,7 +89,8 @@ class SimNetwork:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is in flight, and nothing waits for a process that is stopped."""
-        return not self._events and not any(channel.events for channel in self._channels.values())
+        waiting = (channel.name for channel in self._channels.values() if channel.events)
+        return not self._events and not any(map(self.is_stopped, waiting))
 
     def run(self) -> None:
         """Executes all events that are due, and lets the processes that are not stopped receive theirs."""
