@@ -89,8 +89,7 @@ class SimNetwork:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is in flight, and nothing waits for a process that is stopped."""
-        waiting = (channel.name for channel in self._channels.values() if channel.events)
-        return not self._events and not any(map(self.is_stopped, waiting))
+        return not (self._events or any(each.events and self.is_stopped(each.name) for each in self._channels.values()))
 
     def run(self) -> None:
         """Executes all events that are due, and lets the processes that are not stopped receive theirs."""
