@@ -195,6 +195,21 @@ def test_the_first_time_is_after_a_quarter_of_the_interval() -> None:
     assert ordered == [11]
 
 
+def test_a_step_plans_one_layer_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model of many layers delays no step by all of their plans."""
+    planned: list[int] = []
+    plan_target = expert_balancer.plan_target
+    monkeypatch.setattr(expert_balancer, "plan_target", lambda *given: planned.append(step) or plan_target(*given))
+    balancer = ExpertBalancer(LAYERS, parallel_of(step_interval=100, window_size=4))
+    # Equal load: no layer gains from another placement.
+    load = {layer.name: np.zeros(24, np.int32) for layer in LAYERS}
+    for step in range(1, 40):
+        assert balancer.next_orders(step) is None
+        plan = SchedulerOutput(step=step, total_num_scheduled_tokens=1)
+        balancer.update_from_output(plan, ModelRunnerOutput(experts=ExpertsOutput(load)))
+    assert planned == [26 + number for number in range(len(LAYERS))]
+
+
 def test_the_window_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """And balancedness is logged on request."""
     lines: list[str] = []

@@ -1,6 +1,6 @@
 """Moves experts between the ranks of a stage, one layer at a time, while steps go on as before.
 
-    counts of every step -> (every step_interval steps) a target for each layer that would gain from it
+    counts of every step -> (every step_interval steps) a target for each layer that would gain from it, a layer a step
 
     for each of these layers, until it has its target:
         moves      a step's plan orders copies into buffers that no rank uses
@@ -64,7 +64,9 @@ class ExpertBalancer:
         self._loads = {layer.name: np.zeros(max(initial) + 1, np.int64) for layer in self._layers}
         # The first time, experts move early.
         self._num_steps_to_go = max(1, self._config.step_interval // 4)
-        self._targets: deque[tuple[BalancedLayer, Target]] = deque()
+        # Layers that are still to be planned, one a step: a plan takes milliseconds. Then the one that changes.
+        self._unplanned: deque[BalancedLayer] = deque()
+        self._target: tuple[BalancedLayer, Target] | None = None
         self._ledger = TransferLedger[ExpertMove]()
         self._round: _Round | None = None
         self._last_number = 0
@@ -80,14 +82,15 @@ class ExpertBalancer:
     def next_orders(self, step: int) -> ExpertOrders | None:
         """Returns the orders of a step that is being scheduled."""
         if self._round is None:
-            return self._begin_round() if self._targets else None
+            if self._target is None and self._unplanned:
+                self._plan_next()
+            return None if self._target is None else self._begin_round(*self._target)
         if len(self._ledger) or self._round.switch_step is not None:
             return None
         self._round.switch_step = step
         return ExpertOrders(layer=self._round.layer.name, placement=self._round.placement)
 
-    def _begin_round(self) -> ExpertOrders | None:
-        layer, target = self._targets[0]
+    def _begin_round(self, layer: BalancedLayer, target: Target) -> ExpertOrders:
         placement, copies = next_round(self._placements[layer.name], target)
         assert copies, f"{layer.name} has its target"
         self._round = _Round(layer, placement)
@@ -120,7 +123,7 @@ class ExpertBalancer:
             return
         self._record(result.experts.loads)
         self._num_steps_to_go -= 1
-        if self._num_steps_to_go <= 0 and not self._targets:
+        if self._num_steps_to_go <= 0 and self._target is None and not self._unplanned:
             self._num_steps_to_go = self._config.step_interval
             self._plan()
 
@@ -131,16 +134,13 @@ class ExpertBalancer:
             return
         if current.num_failed:
             logger.warning("%d experts of %s could not be moved: they stay", current.num_failed, current.layer.name)
-            self._targets.popleft()
             self._round = None
+            self._end_layer()
         elif current.switch_step == step:
-            layer, target = self._targets[0]
-            self._placements[layer.name] = current.placement
+            self._placements[current.layer.name] = current.placement
             self._round = None
-            if experts_of(current.placement, len(target)) == target:
-                self._targets.popleft()
-                if not self._targets:
-                    self._measure("after")
+            if (current.layer, experts_of(current.placement, self._num_ranks)) == self._target:
+                self._end_layer()
 
     def _record(self, loads: dict[str, np.ndarray]) -> None:
         self._window.append(loads)
@@ -151,13 +151,21 @@ class ExpertBalancer:
                 self._loads[name] -= load
 
     def _plan(self) -> None:
-        """Chooses targets for all layers, from the loads in the window."""
+        """Begins to balance all layers."""
         self._measure("before")
-        for layer in self._layers:
-            current = experts_of(self._placements[layer.name], self._num_ranks)
-            target = plan_target(self._loads[layer.name].tolist(), current)
-            if target is not None:
-                self._targets.append((layer, target))
+        self._unplanned.extend(self._layers)
+
+    def _plan_next(self) -> None:
+        """Chooses the next layer's target from the loads in the window."""
+        layer = self._unplanned.popleft()
+        current = experts_of(self._placements[layer.name], self._num_ranks)
+        target = plan_target(self._loads[layer.name].tolist(), current)
+        self._end_layer(None if target is None else (layer, target))
+
+    def _end_layer(self, following: tuple[BalancedLayer, Target] | None = None) -> None:
+        self._target = following
+        if following is None and not self._unplanned:
+            self._measure("after")
 
     def _measure(self, when: str) -> None:
         """Computes the balancedness of the window's loads in the current placement, as vLLM does: sums over layers."""
