@@ -16,7 +16,7 @@ class ForwardContext:
     """Passed through the model to its attention layers; keyed by layer name."""
 
     metadata: dict[str, AttentionMetadata]
-    kv_caches: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+    kv_caches: dict[str, torch.Tensor]  # each [num_blocks, planes, num_kv_heads, block_size, head_size]
     attention: AttentionBackend
     hooks: LayerHooks = NO_HOOKS
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.fields import read_count
 from penstock.utils.errors import ConfigError
 
 _MODEL_TYPES = ("bert", "roberta", "xlm-roberta")
@@ -47,7 +48,7 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
         raise ConfigError(f"position_embedding_type must be absolute, got {raw['position_embedding_type']!r}")
     if raw.get("is_decoder") or raw.get("add_cross_attention"):
         raise ConfigError(f"a {model_type} with is_decoder or add_cross_attention is not supported")
-    hidden, heads = _count(raw, "hidden_size", 768), _count(raw, "num_attention_heads", 12)
+    hidden, heads = read_count(raw, "hidden_size", 768), read_count(raw, "num_attention_heads", 12)
     if hidden % (_HEAD_STEP * heads):
         raise ConfigError(
             f"hidden_size={hidden} and num_attention_heads={heads} give a head size of {hidden / heads:g}; it must be "
@@ -56,17 +57,9 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
     padding = raw.get("pad_token_id")
     first = (_DEFAULT_PADDING if padding is None else int(padding)) + 1 if model_type in _COUNTED_FROM_PADDING else 0
     return EncoderConfig(
-        num_positions=_count(raw, "max_position_embeddings", 512, least=first + 2),
+        num_positions=read_count(raw, "max_position_embeddings", 512, least=first + 2),
         first_position=first,
-        num_token_types=_count(raw, "type_vocab_size", 2),
+        num_token_types=read_count(raw, "type_vocab_size", 2),
         layer_norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
         has_tanh_gelu=_IS_TANH_OF_ACTIVATION[activation],
     )
-
-
-def _count(raw: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
-    value = raw.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return value

@@ -100,8 +100,8 @@ def parse_expert_parallel(
         with_redundant = f" and num_redundant_experts={redundant}" if redundant else ""
         raise ConfigError(
             f"the {experts} experts of a layer{with_redundant} cannot be divided equally among "
-            f"tensor_parallel_size={tp} ranks: set num_redundant_experts in eplb_config to {redundant + missing}, or "
-            "another tensor_parallel_size"
+            f"tensor_parallel_size={tp} ranks: set num_redundant_experts in eplb_config to {redundant + missing} with "
+            "enable_eplb, or another tensor_parallel_size"
         )
     if redundant > experts * (tp - 1):
         raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.fields import read_count
 from penstock.utils.errors import ConfigError
 
 SOFTMAX, SIGMOID, TOP_K_SOFTMAX = "softmax", "sigmoid", "top_k_softmax"
@@ -64,12 +65,12 @@ def read_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
 
 
 def _read_qwen3(raw: Mapping[str, Any]) -> ExpertsConfig:
-    step, num_layers = _count(raw, "decoder_sparse_step", 1), _count(raw, "num_hidden_layers")
+    step, num_layers = read_count(raw, "decoder_sparse_step", 1), read_count(raw, "num_hidden_layers")
     dense: list[int] = raw.get("mlp_only_layers") or []
     return ExpertsConfig(
         num_experts=_num_experts(raw),
-        top_k=_count(raw, "num_experts_per_tok"),
-        intermediate_size=_count(raw, "moe_intermediate_size"),
+        top_k=read_count(raw, "num_experts_per_tok"),
+        intermediate_size=read_count(raw, "moe_intermediate_size"),
         sparse_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
         renormalizes=bool(raw.get("norm_topk_prob", False)),
     )
@@ -78,9 +79,9 @@ def _read_qwen3(raw: Mapping[str, Any]) -> ExpertsConfig:
 def _read_mixtral(raw: Mapping[str, Any]) -> ExpertsConfig:
     return ExpertsConfig(
         num_experts=_num_experts(raw),
-        top_k=_count(raw, "num_experts_per_tok", 2),
-        intermediate_size=_count(raw, "intermediate_size"),
-        sparse_layers=(True,) * _count(raw, "num_hidden_layers"),
+        top_k=read_count(raw, "num_experts_per_tok", 2),
+        intermediate_size=read_count(raw, "intermediate_size"),
+        sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
     )
 
 
@@ -90,9 +91,9 @@ def _read_gpt_oss(raw: Mapping[str, Any]) -> ExpertsConfig:
             raise ConfigError(f"{name} must be {known}, got {raw[name]!r}")
     return ExpertsConfig(
         num_experts=_num_experts(raw),
-        top_k=_count(raw, "num_experts_per_tok", 4),
-        intermediate_size=_count(raw, "intermediate_size"),
-        sparse_layers=(True,) * _count(raw, "num_hidden_layers"),
+        top_k=read_count(raw, "num_experts_per_tok", 4),
+        intermediate_size=read_count(raw, "intermediate_size"),
+        sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
         scores=TOP_K_SOFTMAX,
         renormalizes=False,
         has_router_bias=True,
@@ -109,34 +110,34 @@ def _read_deepseek(raw: Mapping[str, Any]) -> ExpertsConfig:
     if is_v2 and raw.get("norm_topk_prob"):
         raise ConfigError("norm_topk_prob must be false for deepseek_v2, got True")
     has_groups = method != "greedy"
-    intermediate = _count(raw, "moe_intermediate_size")
+    intermediate = read_count(raw, "moe_intermediate_size")
     return ExpertsConfig(
         num_experts=_num_experts(raw),
-        top_k=_count(raw, "num_experts_per_tok"),
+        top_k=read_count(raw, "num_experts_per_tok"),
         intermediate_size=intermediate,
         sparse_layers=_deepseek_layers(raw),
         scores=SOFTMAX if is_v2 else SIGMOID,
         renormalizes=not is_v2 and bool(raw.get("norm_topk_prob", True)),
-        num_groups=_count(raw, "n_group", 1) if has_groups else 1,
-        top_groups=_count(raw, "topk_group", 1) if has_groups else 1,
+        num_groups=read_count(raw, "n_group", 1) if has_groups else 1,
+        top_groups=read_count(raw, "topk_group", 1) if has_groups else 1,
         group_score=BEST if is_v2 else TWO_BEST,
         scaling=float(raw.get("routed_scaling_factor") or 1.0),
         has_correction_bias=not is_v2,
-        shared_intermediate_size=intermediate * _count(raw, "n_shared_experts", 0, least=0),
+        shared_intermediate_size=intermediate * read_count(raw, "n_shared_experts", 0, least=0),
     )
 
 
 def _deepseek_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     """Returns which layers are sparse, from `mlp_layer_types` if given, else from the first one and every how many."""
-    num_layers = _count(raw, "num_hidden_layers")
+    num_layers = read_count(raw, "num_hidden_layers")
     kinds: list[str] | None = raw.get("mlp_layer_types")
     if kinds:
         if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
             raise ConfigError(f"mlp_layer_types must say dense or sparse for {num_layers} layers, got {kinds!r}")
         return tuple(kind == "sparse" for kind in kinds)
     # GLM's configuration class has one dense layer where nothing is said.
-    first = _count(raw, "first_k_dense_replace", 1 if raw["model_type"] == "glm4_moe_lite" else 0, least=0)
-    step = _count(raw, "moe_layer_freq", 1)
+    first = read_count(raw, "first_k_dense_replace", 1 if raw["model_type"] == "glm4_moe_lite" else 0, least=0)
+    step = read_count(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
 
 
@@ -171,7 +172,7 @@ def _check(config: ExpertsConfig) -> None:
 def _num_experts(raw: Mapping[str, Any]) -> int:
     """Reads the number under the first name that is there: transformers renames it between versions."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return _count(raw, next((name for name in names if raw.get(name) is not None), names[0]))
+    return read_count(raw, next((name for name in names if raw.get(name) is not None), names[0]))
 
 
 def _choice(raw: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
@@ -180,12 +181,4 @@ def _choice(raw: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
     value = known[0] if value is None else value
     if value not in known:
         raise ConfigError(f"{name} of a {raw['model_type']} must be {' or '.join(known)}, got {value!r}")
-    return value
-
-
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
-    value = raw[name] if default is None else raw.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
     return value

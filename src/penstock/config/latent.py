@@ -56,7 +56,7 @@ def read_latent(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> LatentConfig
         plain_size=plain,
         rotary_size=rotary,
         value_size=_size(raw, "v_head_dim"),
-        has_rotary_pairs=raw.get("rope_interleave") is not False,
+        has_rotary_pairs=bool(raw.get("rope_interleave", True)),
         scale=(plain + rotary) ** -0.5 * _yarn_factor(rope) ** 2,
     )
 

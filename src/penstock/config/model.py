@@ -39,11 +39,10 @@ class RopeConfig:
 class ModelConfig:
     """A transformer: a decoder, or with `encoder` an encoder, which has no rotary embedding and no RMS norms.
 
-    `intermediate_size` is that of the layers without experts.
-
-    `max_position_embeddings` is the longest context in tokens; `layer_windows[i]` is layer i's sliding window in
-    tokens, 0 for full attention. With `latent`, the one KV head of size `head_dim` is what the cache stores of a token.
-    With `fp8_block` weights are 8-bit floats with a scale for every block of so many rows and columns.
+    `intermediate_size` is that of the layers without experts. `max_position_embeddings` is the longest context in
+    tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. With `latent`, the one KV
+    head of size `head_dim` is what the cache stores of a token. With `fp8_block` weights are 8-bit floats with a scale
+    for every block of so many rows and columns.
     """
 
     path: Path
@@ -66,14 +65,13 @@ class ModelConfig:
     layer_windows: tuple[int, ...]
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
 
     @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated, the first ones."""
         return self.head_dim if self.latent is None else self.latent.rotary_size
-
-    experts: ExpertsConfig | None = None
 
 
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
@@ -133,6 +131,9 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
             f"{path}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
     head_dim = _positive(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
+    windows = _parse_windows(raw, num_layers)
+    if latent is not None and any(windows):
+        raise ConfigError(f"{path} has sliding_window={max(windows)} and latent attention, which has no window here")
     return ModelConfig(
         path=path,
         model_type=raw["model_type"],
@@ -155,7 +156,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bool(raw.get("attention_bias", False)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        layer_windows=_parse_windows(raw, num_layers),
+        layer_windows=windows,
         encoder=encoder,
         latent=latent,
         experts=read_experts(raw),

@@ -43,6 +43,7 @@ def rope_and_store_kv(
         f"qkv is {width} wide for {num_heads} + {planes} * {num_kv_heads} heads of {head_dim}"
     )
     assert cos_sin.dtype == torch.float32 and cos_sin.dim() == 2, f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
+    assert planes == 1 or head_dim <= MAX_HEAD_DIM, f"heads of {head_dim} dimensions"
     assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim, (
         f"{cos_sin.shape[1]} rotated of {head_dim} dimensions"
     )
@@ -53,8 +54,7 @@ def rope_and_store_kv(
     for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
     for norm in (q_norm, k_norm):
-        fits = head_dim <= MAX_HEAD_DIM
-        assert norm is None or (fits and norm.shape == (head_dim,) and norm.dtype == qkv.dtype), (
+        assert norm is None or (norm.shape == (head_dim,) and norm.dtype == qkv.dtype and norm.is_contiguous()), (
             f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"
         )
     arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)

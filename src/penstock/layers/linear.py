@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.linear import PackedLinear
 from penstock.parallel.groups import TensorGroup
 from penstock.parallel.topology import Share
@@ -42,21 +41,6 @@ class Linear:
         """Returns [out_features, in_features]: the layer's own tensor if it is used unchanged; on the CPU, where it is
         packed, a copy.
         """
-        return self._apply.dense_weight()
-
-
-class HeadsLinear:
-    """A `Linear` without bias for each head: [heads, num_tokens, in_features] -> [heads, num_tokens, out_features]."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        """`weight` is [heads, out_features, in_features]."""
-        self._apply: _Product = PackedHeads(weight) if weight.is_cpu else _DenseHeads(weight)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._apply(x)
-
-    def dense_weight(self) -> torch.Tensor:
-        """Returns the weight, as `Linear.dense_weight` does."""
         return self._apply.dense_weight()
 
 
@@ -145,14 +129,6 @@ class _DenseLinear:
 
     def dense_weight(self) -> torch.Tensor:
         return self._weight
-
-
-class _DenseHeads(_DenseLinear):
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight, None)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x, self._weight.transpose(1, 2))
 
 
 def _choose(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool, is_wide: bool) -> _Product:

@@ -17,6 +17,7 @@ import torch
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.latent import LatentConfig
 from penstock.config.model import ModelConfig
+from penstock.kernels.dispatch import is_interpreted
 from penstock.layers.attention import PagedAttention
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
@@ -36,7 +37,7 @@ class LatentAttention:
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         assert config.latent is not None, config.model_type
-        if weights.device.type != "cpu":
+        if weights.device.type != "cpu" or is_interpreted():
             raise ConfigError(
                 f"{config.model_type} has latent attention, which is computed on a CPU only (--device cpu)"
             )

@@ -24,7 +24,7 @@ class KVCache:
     """
 
     config: KVCacheConfig
-    tensors: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+    tensors: dict[str, torch.Tensor]  # each [num_blocks, planes, num_kv_heads, block_size, head_size]
     shared: Mapping[int, SharedMemory] = field(default_factory=dict[int, SharedMemory])
 
 
