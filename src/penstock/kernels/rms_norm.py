@@ -3,7 +3,8 @@
     out = weight * round(x / sqrt(mean(x^2) + eps))
 
 The mean and the division are float32; the quotient is rounded to the dtype before the weight is applied, and the
-product is rounded again, as Hugging Face's models do. A row's result depends on that row alone.
+product is rounded again, as most of Hugging Face's models do. A float32 weight of rows of 16 bits is applied to the
+quotient itself, and the product is rounded once (OLMo 2, gpt-oss, Gemma). A row's result depends on that row alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 def rms_norm(
     x: torch.Tensor,  # [T, H]
-    weight: torch.Tensor,  # [H]
+    weight: torch.Tensor,  # [H], of the dtype of `x` or float32
     eps: float,
 ) -> torch.Tensor:
     """[T, H]: the normalised rows of `x`."""
@@ -29,7 +30,7 @@ def rms_norm(
 def add_rms_norm(
     x: torch.Tensor,  # [T, H]
     residual: torch.Tensor,  # [T, H], becomes residual + x
-    weight: torch.Tensor,  # [H]
+    weight: torch.Tensor,  # [H], of the dtype of `x` or float32
     eps: float,
 ) -> torch.Tensor:
     """[T, H]: the normalised rows of `residual + x`, a sum that is rounded to the dtype and left in `residual`."""
@@ -45,15 +46,16 @@ def _native(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     native, out = library(), torch.empty_like(x)
     assert native is not None
     added = None if residual is None else residual.data_ptr()
-    run = native.function("rms_norm", "ppppnnnfi")
-    run(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, num_threads(), eps, DTYPE_CODES[x.dtype])
+    run = native.function("rms_norm", "ppppnnnfii")
+    codes = (DTYPE_CODES[x.dtype], weight.dtype == torch.float32)
+    run(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, num_threads(), eps, *codes)
     return out
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (weight * wide).to(x.dtype)
 
 
 def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,6 +64,8 @@ def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torc
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    assert x.dtype in DTYPE_CODES and weight.dtype == x.dtype, f"x is {x.dtype}, weight is {weight.dtype}"
+    assert x.dtype in DTYPE_CODES, f"x is {x.dtype}"
+    is_float = weight.dtype == torch.float32 and not uses_triton(x)
+    assert weight.dtype == x.dtype or is_float, f"x is {x.dtype}, weight is {weight.dtype}"
     assert x.dim() == 2 and weight.shape == x.shape[1:], f"x is {tuple(x.shape)}, weight is {tuple(weight.shape)}"
     assert x.is_contiguous() and weight.is_contiguous(), f"x has strides {x.stride()}, weight {weight.stride()}"

@@ -1,8 +1,8 @@
 """Rotary position embedding of the queries and keys of a step, and the store of keys and values into the paged cache.
 
 A head's first `rotary_dim` dimensions are rotated in half-split pairs (x[i], x[i + rotary_dim / 2]) by the angle of the
-token's position; the rest pass unchanged. Where norm weights are given, each head is RMS-normalised before (Qwen3). The
-rotation is float32 and rounded to the dtype once.
+token's position; the rest pass unchanged. Where norm weights are given, each head is RMS-normalised before (Qwen3), as
+`rms_norm` does it. The rotation is float32 and rounded to the dtype once.
 
 The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
 their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size
@@ -28,8 +28,8 @@ def rope_and_store_kv(
     positions: torch.Tensor,  # [T] int64
     kv_cache: torch.Tensor,  # [num_blocks, planes, Hkv, block_size, D]
     slot_mapping: torch.Tensor,  # [T] int64, -1 stores nothing
-    q_norm: torch.Tensor | None = None,  # [D]
-    k_norm: torch.Tensor | None = None,  # [D]
+    q_norm: torch.Tensor | None = None,  # [D], of the dtype of `qkv` or float32
+    k_norm: torch.Tensor | None = None,  # [D], of the dtype of `q_norm`
     eps: float = 1e-6,
 ) -> None:
     """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
@@ -53,8 +53,11 @@ def rope_and_store_kv(
     assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
     for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
-    for norm in (q_norm, k_norm):
-        assert norm is None or (norm.shape == (head_dim,) and norm.dtype == qkv.dtype and norm.is_contiguous()), (
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    has_float_norms = any(norm.dtype == torch.float32 for norm in norms)
+    norm_dtype = torch.float32 if has_float_norms and not uses_triton(qkv) else qkv.dtype
+    for norm in norms:
+        assert norm.shape == (head_dim,) and norm.dtype == norm_dtype and norm.is_contiguous(), (
             f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"
         )
     arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)
@@ -65,11 +68,11 @@ def rope_and_store_kv(
     if native is None:
         rope_and_store_kv_reference(*arguments)
         return
-    native.function("rope_and_store_kv", "pppppppnnnnnnnfii")(
+    native.function("rope_and_store_kv", "pppppppnnnnnnnfiii")(
         qkv.data_ptr(), kv_cache.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
         qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[1], kv_cache.shape[3],
-        num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1,
+        num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1, has_float_norms,
     )  # fmt: skip
 
 

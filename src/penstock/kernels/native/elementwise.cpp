@@ -3,6 +3,7 @@
 // Arithmetic is fp32; a value is rounded to its storage type where the interface says so (kernels/<name>.py) and
 // nowhere else. Sums run over a row in one fixed order.
 #include <cmath>
+#include <type_traits>
 
 #include "activations.h"
 #include "pool.h"
@@ -22,14 +23,17 @@ float inverse_rms(const T* x, int64_t count, float eps) {
     return 1.0f / std::sqrt(total / static_cast<float>(count) + eps);
 }
 
-// One vector of a normalised row: x times the inverse is rounded to T before the weight is applied.
-template <class T>
-Vec normalized(Vec x, float inverse, const T* weight, int64_t count) {
-    return round_to<T>(x * splat(inverse)) * load_first(weight, count);
+// One vector of a normalised row: x times the inverse is rounded to T before a weight of T is applied, and not rounded
+// before a weight of float.
+template <class T, class W>
+Vec normalized(Vec x, float inverse, const W* weight, int64_t count) {
+    const Vec quotient = x * splat(inverse), w = load_first(weight, count);
+    if constexpr (std::is_same_v<T, W>) return round_to<T>(quotient) * w;
+    return quotient * w;
 }
 
-template <class T>
-void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden, float eps) {
+template <class T, class W>
+void rms_norm_row(const T* x, T* residual, const W* weight, T* out, int64_t hidden, float eps) {
     if (residual) {
         for (int64_t i = 0; i < hidden; i += kLanes) {
             const Vec total = load_first(x + i, hidden - i) + load_first(residual + i, hidden - i);
@@ -40,16 +44,16 @@ void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidd
     const float inverse = inverse_rms(x, hidden, eps);
     for (int64_t i = 0; i < hidden; i += kLanes) {
         const Vec a = load_first(x + i, hidden - i);
-        store_first(out + i, normalized(a, inverse, weight + i, hidden - i), hidden - i);
+        store_first(out + i, normalized<T>(a, inverse, weight + i, hidden - i), hidden - i);
     }
 }
 
-template <class T>
+template <class T, class W>
 void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, int64_t threads,
               float eps) {
     run_each(rows, hidden, threads, [&](int64_t row) {
         T* residual_row = residual ? static_cast<T*>(residual) + row * hidden : nullptr;
-        rms_norm_row(static_cast<const T*>(x) + row * hidden, residual_row, static_cast<const T*>(weight),
+        rms_norm_row(static_cast<const T*>(x) + row * hidden, residual_row, static_cast<const W*>(weight),
                      static_cast<T*>(out) + row * hidden, hidden, eps);
     });
 }
@@ -144,12 +148,38 @@ void gelu(void* x, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
     });
 }
 
+template <class T>
+void gelu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
+    run_each(rows, width, threads, [&](int64_t row) {
+        const T* gate = static_cast<const T*>(gate_up) + row * 2 * width;
+        const T* up = gate + width;
+        T* to = static_cast<T*>(out) + row * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const Vec a = load_first(gate + i, width - i);
+            store_first(to + i, (is_tanh ? gelu_tanh(a) : gelu_erf(a)) * load_first(up + i, width - i), width - i);
+        }
+    });
+}
+
+// cap tanh(x / cap), with tanh(u) = 1 - 2 / (1 + exp(2 u)).
+template <class T>
+void soft_cap(void* x, int64_t rows, int64_t width, float cap, int64_t threads) {
+    const Vec slope = splat(2 * 1.44269504f / cap), limit = splat(cap), twice = splat(2 * cap);
+    run_each(rows, width, threads, [&](int64_t row) {
+        T* at = static_cast<T*>(x) + row * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const Vec a = load_first(at + i, width - i);
+            store_first(at + i, limit - twice / (splat(1) + exp2(a * slope)), width - i);
+        }
+    });
+}
+
 struct Rope {
     const float* cos_sin;      // [max_pos, rotary_dim]: cosines, then sines
     const int64_t* positions;  // [T]
     const int64_t* slots;      // [T], -1 stores nothing
-    const void* q_norm;        // [D] or null
-    const void* k_norm;        // [D] or null
+    const void* q_norm;        // [D] of W, or null
+    const void* k_norm;        // [D] of W, or null
     int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads;
     float eps;
     bool latent;  // no values, which are part of the keys; else the cache has a second plane of them
@@ -169,15 +199,15 @@ void rotate(const T* x, T* out, const float* cos_sin, int64_t rotary_dim, int64_
     if (x != out) std::memcpy(out + rotary_dim, x + rotary_dim, (head_dim - rotary_dim) * sizeof(T));
 }
 
-template <class T>
-void rope_head(const Rope& rope, const T* x, T* out, const T* norm, int64_t token) {
+template <class T, class W>
+void rope_head(const Rope& rope, const T* x, T* out, const W* norm, int64_t token) {
     constexpr int64_t kMostHeadDim = 512;
     T normed[kMostHeadDim];
     if (norm) {
         const float inverse = inverse_rms(x, rope.head_dim, rope.eps);
         for (int64_t i = 0; i < rope.head_dim; i += kLanes) {
             const int64_t left = rope.head_dim - i;
-            store_first(normed + i, normalized(load_first(x + i, left), inverse, norm + i, left), left);
+            store_first(normed + i, normalized<T>(load_first(x + i, left), inverse, norm + i, left), left);
         }
         x = normed;
     }
@@ -185,14 +215,14 @@ void rope_head(const Rope& rope, const T* x, T* out, const T* norm, int64_t toke
     rotate(x, out, cos_sin, rope.rotary_dim, rope.head_dim);
 }
 
-template <class T>
+template <class T, class W>
 void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
     const int64_t planes = rope.latent ? 1 : 2, dim = rope.head_dim;
     const int64_t heads = rope.num_heads + planes * rope.num_kv_heads;
     run_each(rope.tokens, heads * dim, rope.threads, [&](int64_t token) {
         T* q = static_cast<T*>(qkv) + token * heads * dim;
         for (int64_t head = 0; head < rope.num_heads; ++head)
-            rope_head(rope, q + head * dim, q + head * dim, static_cast<const T*>(rope.q_norm), token);
+            rope_head(rope, q + head * dim, q + head * dim, static_cast<const W*>(rope.q_norm), token);
         const int64_t slot = rope.slots[token];
         if (slot < 0) return;
         const T* k = q + rope.num_heads * dim;
@@ -200,7 +230,7 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
         const int64_t head_stride = rope.block_size * dim, value_offset = rope.num_kv_heads * head_stride;
         T* to = static_cast<T*>(kv_cache) + slot / rope.block_size * planes * value_offset + slot % rope.block_size * dim;
         for (int64_t head = 0; head < rope.num_kv_heads; ++head, to += head_stride) {
-            rope_head(rope, k + head * dim, to, static_cast<const T*>(rope.k_norm), token);
+            rope_head(rope, k + head * dim, to, static_cast<const W*>(rope.k_norm), token);
             if (!rope.latent) std::memcpy(to + value_offset, v + head * dim, dim * sizeof(T));
         }
     });
@@ -220,8 +250,10 @@ using namespace penstock::ISA;
 
 PENSTOCK_EXPORT(void, rms_norm)
 (const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, int64_t threads, float eps,
- int32_t dtype) {
-#define CALL(T) rms_norm<T>(x, residual, weight, out, rows, hidden, threads, eps)
+ int32_t dtype, int32_t has_float_weight) {
+#define CALL(T)                                                                                    \
+    has_float_weight ? rms_norm<T, float>(x, residual, weight, out, rows, hidden, threads, eps) \
+                     : rms_norm<T, T>(x, residual, weight, out, rows, hidden, threads, eps)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
@@ -248,13 +280,28 @@ PENSTOCK_EXPORT(void, gelu)
 #undef CALL
 }
 
+PENSTOCK_EXPORT(void, gelu_and_mul)
+(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
+#define CALL(T) gelu_and_mul<T>(gate_up, out, rows, width, is_tanh != 0, threads)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+
+PENSTOCK_EXPORT(void, soft_cap)
+(void* x, int64_t rows, int64_t width, int64_t threads, float cap, int32_t dtype) {
+#define CALL(T) soft_cap<T>(x, rows, width, cap, threads)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+
 PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
  const void* k_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
- int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent) {
+ int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent, int32_t has_float_norms) {
     const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  tokens, num_heads,
                     num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps,    latent != 0};
-#define CALL(T) rope_and_store_kv<T>(rope, qkv, kv_cache)
+#define CALL(T) \
+    has_float_norms ? rope_and_store_kv<T, float>(rope, qkv, kv_cache) : rope_and_store_kv<T, T>(rope, qkv, kv_cache)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
