@@ -52,6 +52,7 @@ SHARED_EXPERTS = {
     "routed_scaling_factor": 1.8,
 }
 
+
 # name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-mha-80": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80}),

@@ -7,6 +7,7 @@ no cache, no overlap, one rank.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ from tests.integration.checkpoints import (
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 from tests.integration.test_identity_ranks import answers, ranks
 
-FAMILIES = ("qwen3-moe", "mixtral", "youtu-latent", "deepseek-v2", "deepseek-v3", "glm-flash")
+FAMILIES = (
+    "qwen3-moe",
+    "mixtral",
+    "youtu-latent",
+    "deepseek-v2",
+    "deepseek-v3",
+    "glm-flash",
+)
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash")
@@ -82,7 +90,17 @@ PAIRS = {
     "ranks and stages": ((2, 1, 16), (1, 2, 32)),
     "more ranks of P": ((3, 2, 16), (2, 1, 16)),
 }
+# With windows in some layers, a request needs blocks of two groups.
+WITH_TWO_GROUPS: tuple[str, ...] = ()
+# Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
+ALWAYS: set[tuple[Any, ...]] = set()
 Answer = tuple[list[int], list[dict[int, float]]]
+
+
+def cells(*parameters: Sequence[str]) -> list[Any]:
+    """Returns a grid that covers every value, with the cells of ALWAYS."""
+    covering = grid(*parameters, strength=1, others=pytest.mark.long)
+    return [pytest.param(*each.values) if each.values in ALWAYS else each for each in covering]
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -148,11 +166,13 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    grid(FAMILIES, [cell for cell in CELLS if cell not in MODULE_CELLS], strength=1, others=pytest.mark.long)
-    + grid(WITH_MODULE, MODULE_CELLS, strength=1, others=pytest.mark.long),
+    cells(FAMILIES, [cell for cell in CELLS if cell not in MODULE_CELLS]) + cells(WITH_MODULE, MODULE_CELLS),
 )
 def test_a_batch(families: Families, name: str, cell: str) -> None:
-    llm = engine(families.path(name), **CELLS[cell])
+    arguments = dict(CELLS[cell])
+    if name in WITH_TWO_GROUPS and "num_gpu_blocks_override" in arguments:
+        arguments["num_gpu_blocks_override"] = 32
+    llm = engine(families.path(name), **arguments)
     prompts, params = zip(*requests(), strict=True)
     # The second time, what the first one left in a cache is used.
     for _ in range(2):
@@ -169,9 +189,7 @@ def test_a_batch(families: Families, name: str, cell: str) -> None:
         assert stats.connector["num_loads"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "cell"), grid(list(NUM_EXPERTS), list(EXPERT_CELLS), strength=1, others=pytest.mark.long)
-)
+@pytest.mark.parametrize(("name", "cell"), cells(list(NUM_EXPERTS), list(EXPERT_CELLS)))
 def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> None:
     arguments = expert_arguments(name, cell)
     if name in WITH_MODULE and "speculative_config" not in arguments:
@@ -188,7 +206,7 @@ def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> Non
     assert stats.num_failed == 0
 
 
-@pytest.mark.parametrize(("name", "pair"), grid(FAMILIES, list(PAIRS), strength=1, others=pytest.mark.long))
+@pytest.mark.parametrize(("name", "pair"), cells(FAMILIES, list(PAIRS)))
 def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
     engines: list[LLM] = []
     for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):

@@ -16,7 +16,8 @@ from penstock.attention.forward_context import ForwardContext
 from penstock.attention.native import NativeAttention
 from penstock.config.eagle3 import load_eagle3_config
 from penstock.config.kv_cache_groups import group_layers
-from penstock.config.model import ModelConfig, RopeConfig
+from penstock.config.model import ModelConfig
+from penstock.config.rope import RopeConfig
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.models.decoder import Decoder
 from penstock.models.eagle3 import Eagle3Head

@@ -15,7 +15,8 @@ from penstock.attention.backend import AttentionMetadata
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.kv_cache_groups import group_layers
-from penstock.config.model import ModelConfig, RopeConfig
+from penstock.config.model import ModelConfig
+from penstock.config.rope import RopeConfig
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.models.decoder import Architecture, Decoder

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from penstock.cli.main import main
-from penstock.config.model import RopeConfig
+from penstock.config.rope import RopeConfig
 from penstock.layers import rotary
 from penstock.layers.rotary import rotary_table
-from penstock.models import decoder
 from penstock.utils.errors import ConfigError
 
 DEFAULT = RopeConfig(theta=10000.0, rope_type="default", scaling={})
@@ -19,6 +18,11 @@ ROPES = {
     "linear": RopeConfig(theta=10000.0, rope_type="linear", scaling={"factor": 4.0}),
     "llama3": RopeConfig(theta=500000.0, rope_type="llama3", scaling=LLAMA3),
     "yarn": RopeConfig(theta=1e6, rope_type="yarn", scaling={"factor": 4.0, "original_max_position_embeddings": 1024}),
+    "yarn not truncated": RopeConfig(
+        theta=1e6,
+        rope_type="yarn",
+        scaling={"factor": 4.0, "original_max_position_embeddings": 1024, "truncate": False},
+    ),
 }
 
 
@@ -101,6 +105,6 @@ def test_an_engine_does_not_start_on_a_wrong_table(
         plant(monkeypatch, 3, 5, 0)
         return rotary_table(rope, head_dim, num_positions)
 
-    monkeypatch.setattr(decoder, "rotary_table", faulty)
+    monkeypatch.setattr(rotary, "rotary_table", faulty)
     assert main(["generate", "--prompt", "x", "--max-tokens", "1"]) == 2
     assert "the rotary table is wrong: row 3 came out otherwise" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.config.engine import EngineArgs, ExecutionConfig, resolve
-from penstock.config.model import ModelConfig, RopeConfig
+from penstock.config.model import ModelConfig
+from penstock.config.rope import RopeConfig
 from penstock.engine.rank_identity import digest_weights
 from penstock.kernels.staging import Stager
 from penstock.models.parts import GatedMLP, GroupedQueryAttention

@@ -284,6 +284,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
     model = load_model_config(model_path, args.dtype)
     pooling = find_pooling(args.runner, args.pooler_config, model)
     max_model_len = _max_model_len(args, model, pooling)
+    model = model.for_length(max_model_len)
     if pooling is not None:
         _check_pooling(args, pooling, max_model_len)
     needs_whole_prompts = pooling is not None and pooling.needs_whole_prompts

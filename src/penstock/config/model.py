@@ -2,20 +2,32 @@
 
 Only facts are read here, in the field names of the model files; the registry (`models/registry.py`) decides whether
 Penstock supports the architecture. Both spellings of transformers are accepted: `rope_theta` with `rope_scaling`, and
-`rope_parameters`; `torch_dtype` and `dtype`.
+`rope_parameters`; `torch_dtype` and `dtype`. `families` and `rope` know the fields of single families.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config.encoder import EncoderConfig, read_encoder
 from penstock.config.experts import ExpertsConfig, read_experts
+from penstock.config.families import (
+    NO_MULTIPLIERS,
+    SILU,
+    MultipliersConfig,
+    read_activation,
+    read_layer_types,
+    read_multipliers,
+    read_window,
+    text_part,
+    with_defaults,
+)
 from penstock.config.latent import LatentConfig, read_latent
+from penstock.config.rope import SLIDING, RopeConfig, read_ropes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
 
@@ -23,26 +35,16 @@ DTYPES = tuple(DTYPE_BYTES)
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: the base and, if the checkpoint extends its context, how.
-
-    `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "llama3", "yarn").
-    """
-
-    theta: float
-    rope_type: str
-    scaling: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A transformer: a decoder, or with `encoder` an encoder, which has no rotary embedding and no RMS norms.
 
     `intermediate_size` is that of the layers without experts. `max_position_embeddings` is the longest context in
-    tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. With `latent`, the one KV
-    head of size `head_dim` is what the cache stores of a token. With `fp8_block` weights are 8-bit floats with a scale
-    for every block of so many rows and columns.
+    tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. `rms_norm_eps` is that of
+    all norms of a decoder, whatever their kind. With `latent`, the one KV head of size `head_dim` is what the cache
+    stores of a token. With `fp8_block` weights are 8-bit floats with a scale for every block of so many rows and
+    columns.
+    `wrapper` is the model type of the multimodal model of which this is the text part.
     """
 
     path: Path
@@ -67,11 +69,27 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
+    window_rope: RopeConfig | None = None  # of the layers with a window, if it is not `rope`
+    unrotated_layers: tuple[int, ...] = ()
+    rotary_factor: float = 1.0
+    activation: str = SILU  # of gated MLPs
+    multipliers: MultipliersConfig = NO_MULTIPLIERS
+    wrapper: str = ""
 
     @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated, the first ones."""
-        return self.head_dim if self.latent is None else self.latent.rotary_size
+        return int(self.head_dim * self.rotary_factor) if self.latent is None else self.latent.rotary_size
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """Returns the layer's rotation, None if it has none."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.window_rope if self.window_rope is not None and self.layer_windows[layer] else self.rope
+
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`)."""
+        return replace(self, rope=self.rope.for_length(max_model_len))
 
 
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
@@ -94,10 +112,12 @@ def read_model_json(path: Path) -> dict[str, Any]:
 def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     """Returns the shape in `raw`, read from `path/config.json`. Raises ConfigError as `load_model_config` does."""
     file = path / "config.json"
-    if not isinstance(raw.get("model_type"), str):
+    text = text_part(raw)
+    if not isinstance(text.get("model_type"), str):
         raise ConfigError(f"{file} names no model_type")
     try:
-        return _parse(path, raw, dtype)
+        config = _parse(path, with_defaults(text), dtype)
+        return config if text.get("model_type") == raw.get("model_type") else replace(config, wrapper=raw["model_type"])
     except KeyError as error:
         raise ConfigError(f"{file} lacks the field {error.args[0]!r}") from None
     except (TypeError, AttributeError, ValueError) as error:
@@ -119,19 +139,20 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     encoder = read_encoder(raw)
-    _refuse_variants(path, raw, encoder)
     num_heads = _positive(raw, "num_attention_heads")
-    rope = _parse_rope(raw)
-    latent = read_latent(raw, rope.scaling)
+    num_layers = _positive(raw, "num_hidden_layers")
+    layer_types = read_layer_types(raw, num_layers)
+    ropes = read_ropes(raw, layer_types)
+    latent = read_latent(raw, ropes.rope.scaling)
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads) if latent is None else 1
     hidden_size = _positive(raw, "hidden_size")
-    num_layers = _positive(raw, "num_hidden_layers")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{path}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
     head_dim = _positive(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
-    windows = _parse_windows(raw, num_layers)
+    window = read_window(raw)
+    windows = tuple(window if kind == SLIDING else 0 for kind in layer_types)
     if latent is not None and any(windows):
         raise ConfigError(f"{path} has sliding_window={max(windows)} and latent attention, which has no window here")
     return ModelConfig(
@@ -146,8 +167,8 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=rope,
+        rms_norm_eps=float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or 1e-6),
+        rope=ropes.rope,
         max_position_embeddings=(
             _positive(raw, "max_position_embeddings", 2048)
             if encoder is None
@@ -161,15 +182,12 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         latent=latent,
         experts=read_experts(raw),
         fp8_block=_parse_quantization(path, raw.get("quantization_config")),
+        window_rope=ropes.window_rope,
+        unrotated_layers=ropes.unrotated_layers,
+        rotary_factor=ropes.rotary_factor,
+        activation=SILU if encoder is not None else read_activation(raw),
+        multipliers=read_multipliers(raw, ropes.rope.scaling),
     )
-
-
-def _refuse_variants(path: Path, raw: dict[str, Any], encoder: EncoderConfig | None) -> None:
-    """Refuses checkpoints that would load but compute something other than intended."""
-    if encoder is None and raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path} has hidden_act {raw['hidden_act']!r}; supported: silu")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{path} has partial_rotary_factor {raw['partial_rotary_factor']}; supported: 1.0")
 
 
 def _parse_quantization(path: Path, raw: Mapping[str, Any] | None) -> tuple[int, int] | None:
@@ -202,26 +220,3 @@ def _resolve_dtype(asked: str, stored: str) -> str:
     if name not in DTYPES:
         raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}")
     return name
-
-
-def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
-    parameters: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters)
-
-
-def _parse_windows(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Returns each layer's window, from `layer_types` if given, else from Qwen2's switch and first sliding layer."""
-    window = int(raw.get("sliding_window") or 0)
-    if window < 0:
-        raise ConfigError(f"sliding_window must not be negative, got {window}")
-    if not raw.get("use_sliding_window", raw["model_type"] not in ("qwen2", "qwen3", "qwen3_moe")):
-        window = 0
-    layer_types = raw.get("layer_types")
-    if layer_types:
-        if len(layer_types) != num_layers:
-            raise ConfigError(f"layer_types names {len(layer_types)} layers of {num_layers}")
-        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
-    first_sliding = int(raw.get("max_window_layers", 0)) if raw["model_type"] in ("qwen2", "qwen3") else 0
-    return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))

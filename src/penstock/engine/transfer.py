@@ -91,4 +91,6 @@ def _arithmetic(config: EngineConfig, facts: WorkerFacts) -> str:
 
 def _model_configs(config: EngineConfig) -> bytes:
     folders = [config.model.path, *(config.speculative.model_paths if config.speculative is not None else ())]
-    return b"".join((folder / "config.json").read_bytes() for folder in folders)
+    files = b"".join((folder / "config.json").read_bytes() for folder in folders)
+    # The longest context decides which factors rotate the keys (`RopeConfig.for_length`).
+    return files + b"long factors" if config.model.rope.has_long_factors else files

@@ -78,4 +78,5 @@ def _heads(
     spec = KVCacheSpec.keys_and_values(
         len(own.kv), config.head_dim, config.dtype, window, first_head=first, total_heads=total
     )
-    return AttentionHeads(spec, len(own.queries), config.head_dim**-0.5, rotary, **options)
+    scale = config.head_dim**-0.5 if config.multipliers.attention is None else config.multipliers.attention
+    return AttentionHeads(spec, len(own.queries), scale, rotary, **options)

@@ -13,13 +13,32 @@ from typing import Any
 import torch
 
 from penstock.config.latent import yarn_amplitude
-from penstock.config.model import RopeConfig
+from penstock.config.rope import LONGROPE, RopeConfig
 from penstock.layers.rotary_check import check_frequencies, check_table
 from penstock.utils.errors import ConfigError
 
 # Angles whose cos and sin are computed in one call. Torch's vector library divides longer calls among threads; with
 # this size the table is the same for any number of threads.
 _BLOCK_ANGLES = 2048
+
+
+class RotaryTables:
+    """The tables of a model's layers; layers with equal rotations share one."""
+
+    def __init__(self, num_rotated: int, num_positions: int, device: torch.device) -> None:
+        self._num_rotated, self._num_positions, self._device = num_rotated, num_positions, device
+        self._made: list[tuple[RopeConfig | None, torch.Tensor]] = []
+
+    def table(self, rope: RopeConfig | None) -> torch.Tensor:
+        """Returns the table of `rotary_table`; without a rotation it has the width 0. Raises ConfigError like it."""
+        for known, table in self._made:
+            if known == rope:
+                return table
+        table = torch.empty((self._num_positions, 0))
+        if rope is not None:
+            table = rotary_table(rope, self._num_rotated, self._num_positions)
+        self._made.append((rope, table.to(self._device)))
+        return self._made[-1][1]
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
@@ -88,8 +107,10 @@ def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torc
     def dimension(rotations: float) -> float:
         return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(p.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(dimension(p.get("beta_slow") or 1)), head_dim - 1)
+    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     amplitude = p.get("attention_factor")
     if amplitude is None and p.get("mscale") and p.get("mscale_all_dim"):
@@ -99,5 +120,19 @@ def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torc
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(amplitude)
 
 
+def _longrope(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has a factor, of one of two sets."""
+    factors = torch.tensor(rope.scaling["long_factor" if rope.has_long_factors else "short_factor"])
+    if factors.shape != inv_freq.shape:
+        raise ValueError(f"{len(factors)} factors for {len(inv_freq)} frequencies")
+    return inv_freq / factors, float(rope.scaling["attention_factor"])
+
+
 _Scaling = Callable[[torch.Tensor, RopeConfig, int], tuple[torch.Tensor, float]]
-_SCALINGS: dict[str, _Scaling] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_SCALINGS: dict[str, _Scaling] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    LONGROPE: _longrope,
+}

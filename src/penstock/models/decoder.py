@@ -2,9 +2,10 @@
 
         ids -> embedding -> [ norm -> attention -> + -> norm -> feed-forward -> + ] x layers -> norm -> logits
 
-The residual stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer. A
-stage of a pipeline has a range of the layers, the first stage the embedding and the last one the norm and the head.
-Shapes: T tokens of this step, H hidden size.
+A family may have norms in other places (`NormNames`), or compute attention and feed-forward of one state. The residual
+stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer. A stage of a
+pipeline has a range of the layers, the first stage the embedding and the last one the norm and the head. Shapes: T
+tokens of this step, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
+from penstock.kernels.soft_cap import soft_cap
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import GatheredLinear
-from penstock.layers.norm import RMSNorm
-from penstock.layers.rotary import rotary_table
+from penstock.layers.norm import Norm, SumOnly
+from penstock.layers.rotary import RotaryTables
 from penstock.models.interface import ModelOutput
+from penstock.models.norms import ReadNorm, rms_norm
 from penstock.models.parts import Attention, FeedForward
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
@@ -36,6 +39,19 @@ class IntermediateTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class NormNames:
+    """A checkpoint's names for the norms before and after the parts of a layer; None: there is none in this place."""
+
+    attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+
+BEFORE = NormNames()
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Builds the parts of a layer, each from the configuration, weights and the number of its layer.
 
@@ -45,24 +61,48 @@ class Architecture:
 
     attention: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention]
     feed_forward: Callable[[ModelConfig, Weights, int], FeedForward]
+    read_norm: ReadNorm = rms_norm
+    norms: NormNames = BEFORE
+    is_parallel: bool = False  # the feed-forward part reads what the attention reads
 
 
 class DecoderLayer:
     def __init__(
         self, architecture: Architecture, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor
     ) -> None:
-        eps = config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.tensor("input_layernorm.weight", config.hidden_size), eps)
+        def norm(name: str) -> Norm:
+            return architecture.read_norm(weights, name, config.hidden_size, config.rms_norm_eps)
+
+        def after(name: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
+            if name is not None:
+                return norm(name)
+            scale = config.multipliers.residual
+            return _unchanged if scale == 1.0 else lambda x: x * scale
+
+        names = architecture.norms
+        self.input_norm = SumOnly() if names.attention is None else norm(names.attention)
         self.attention = architecture.attention(config, weights / "self_attn", layer, rotary)
-        self.post_norm = RMSNorm(weights.tensor("post_attention_layernorm.weight", config.hidden_size), eps)
+        self._after_attention = after(names.after_attention)
+        self._is_parallel = architecture.is_parallel
+        self.post_norm = SumOnly() if names.feed_forward is None else norm(names.feed_forward)
         self.feed_forward = architecture.feed_forward(config, weights, layer)
+        self._after_feed_forward = after(names.after_feed_forward)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """`x` [T, H] is the layer below's addition to the residual; returns this layer's."""
-        x = self.attention(self.input_norm.add(x, residual), positions, context)
-        return self.feed_forward(self.post_norm.add(x, residual))
+        normed = self.input_norm.add(x, residual)
+        x = self._after_attention(self.attention(normed, positions, context))
+        if self._is_parallel:
+            residual += x
+        else:
+            normed = self.post_norm.add(x, residual)
+        return self._after_feed_forward(self.feed_forward(normed))
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class Decoder:
@@ -87,23 +127,26 @@ class Decoder:
         self.architecture = architecture
         self.config = config
         self.aux_layers = aux_layers
-        inner = weights / "model"
-        if not has_logits and not inner.has("norm.weight"):
-            inner = weights
-        rotary = rotary_table(config.rope, config.rotary_dim, config.max_position_embeddings)
-        self.rotary = rotary.to(weights.device)
+        weights, inner = _find_decoder(weights, has_logits)
+        self.rotary = RotaryTables(config.rotary_dim, config.max_position_embeddings, weights.device)
+        ropes = [config.layer_rope(layer) for layer in self.stage.layers]
+        if None in ropes:
+            weights.check_on_cpu("layers without rotation")
+        tables = [self.rotary.table(rope) for rope in ropes]
         self.layers = [
-            DecoderLayer(architecture, config, inner / "layers" / layer, layer, self.rotary)
-            for layer in self.stage.layers
+            DecoderLayer(architecture, config, inner / "layers" / layer, layer, table)
+            for layer, table in zip(self.stage.layers, tables, strict=True)
         ]
         specs = [layer.attention.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
         self._embedding: Embedding | None = None
+        # Rounded to the dtype, as Gemma's is; those of other models are numbers of the dtype.
+        self._embedding_scale = float(torch.tensor(config.multipliers.embedding, dtype=weights.dtype))
         if self.stage.is_first or feeds_head or (has_logits and self.stage.is_last and config.tie_word_embeddings):
             self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
-            norm = RMSNorm(inner.tensor("norm.weight", config.hidden_size), config.rms_norm_eps)
+            norm = architecture.read_norm(inner, "norm", config.hidden_size, config.rms_norm_eps)
             self._end = DecoderEnd(norm, _make_head(config, weights, self._embedding) if has_logits else None)
 
     @property
@@ -135,6 +178,8 @@ class Decoder:
     def embed(self, input_ids: torch.Tensor) -> IntermediateTensors:
         """Returns the first layer's input."""
         residual = self.embedding(input_ids)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
         return IntermediateTensors(torch.zeros_like(residual), residual, residual[:, :0])
 
     def run_layers(
@@ -157,15 +202,36 @@ class Decoder:
         return ModelOutput(hidden, aux_hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
+        logits, multipliers = self.head(hidden), self.config.multipliers
+        if multipliers.logits != 1.0:
+            logits = logits * multipliers.logits
+        if multipliers.logits_cap:
+            logits = soft_cap(logits if self.head.group_size == 1 else logits.clone(), multipliers.logits_cap)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderEnd:
     """The part after the last layer; a model whose hidden states are the result has no output head."""
 
-    norm: RMSNorm
+    norm: Norm
     head: GatheredLinear | None
+
+
+def _find_decoder(weights: Weights, has_logits: bool) -> tuple[Weights, Weights]:
+    """Returns the views of the output head and of all other tensors.
+
+    In a multimodal checkpoint they are below `language_model`, which transformers writes into `model` since version 5.
+    """
+    inner = weights / "model"
+    for head, found in (
+        (weights, inner),
+        (weights, inner / "language_model"),
+        (weights / "language_model", weights / "language_model" / "model"),
+    ):
+        if found.has("norm.weight"):
+            return head, found
+    return weights, inner if has_logits else weights
 
 
 def _make_head(config: ModelConfig, weights: Weights, embedding: Embedding | None) -> GatheredLinear:

@@ -18,7 +18,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
 from penstock.models.decoder import Decoder
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.parts import GatedMLP, GroupedQueryAttention
+from penstock.models.parts import AttentionVariant, GatedMLP, GroupedQueryAttention
 from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
 
@@ -27,6 +27,11 @@ class Eagle3Head:
     def __init__(self, config: Eagle3Config, weights: Weights, model: Model) -> None:
         """Takes from `model` the embedding and the output head if the checkpoint lacks them. Raises ConfigError."""
         assert isinstance(model, Decoder), type(model)
+        if model.config.multipliers.embedding != 1.0:
+            raise ConfigError(
+                f"method eagle3 in speculative_config is not supported for a {model.config.model_type}, which "
+                "multiplies its embeddings"
+            )
         shape = config.shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = weights.whole_linear("fc", hidden, len(config.aux_layers) * config.target_hidden_size)
@@ -40,7 +45,7 @@ class Eagle3Head:
         rotary = rotary_table(shape.rope, shape.rotary_dim, shape.max_position_embeddings)
         rotary = rotary.to(weights.device)
         # Its rows are the embedding and the hidden state.
-        self.attention = GroupedQueryAttention(shape, layer / "self_attn", 0, rotary, num_inputs=2)
+        self.attention = GroupedQueryAttention(shape, layer / "self_attn", 0, rotary, AttentionVariant(num_inputs=2))
         self.post_norm = RMSNorm(layer.tensor("post_attention_layernorm.weight", hidden), eps)
         self.mlp = GatedMLP(shape, layer / "mlp")
         self.norm = RMSNorm(weights.tensor("norm.weight", hidden), eps)

@@ -19,12 +19,15 @@ from dataclasses import dataclass
 import torch
 
 from penstock.attention.forward_context import ForwardContext
+from penstock.config.families import NO_MULTIPLIERS, SILU
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
 from penstock.kernels.triton.linear.tiles import MAX_TOKENS, Role
 from penstock.layers.attention import PagedAttention
-from penstock.models.decoder import Decoder, DecoderLayer
+from penstock.layers.norm import Norm, RMSNorm, SumOnly
+from penstock.models.decoder import BEFORE, Decoder, DecoderLayer
 from penstock.models.interface import Model, ModelOutput
+from penstock.models.norms import rms_norm
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 
 # Hidden sizes up to the first use these kernels up to their maximum number of tokens; for larger ones cuBLAS is assumed
@@ -59,14 +62,13 @@ class FusedDecoder:
         self._embedding = model.embedding.weight
         self._capabilities = Capabilities.of(self._embedding.device) if capabilities is None else capabilities
         self.max_tokens = MAX_TOKENS if self._embedding.shape[1] <= _NARROW else _MAX_TOKENS_OF_WIDE
-        self._first_gain = model.layers[0].input_norm.weight
         self._norm = model.end.norm
         self._head = self._weight(Role.HEAD, model.head.own.dense_weight())
         self._aux_layers = model.aux_layers
         self.logits_dtype = model.logits_dtype
-        next_norms = [*(layer.input_norm for layer in model.layers[1:]), self._norm]
-        pairs = zip(model.layers, next_norms, strict=True)
-        self._layers = [self._layer(layer, norm.weight) for layer, norm in pairs]
+        self._eps = model.config.rms_norm_eps
+        self._first_gain, *next_gains = map(_gain, (*(layer.input_norm for layer in model.layers), self._norm))
+        self._layers = [self._layer(layer, gain) for layer, gain in zip(model.layers, next_gains, strict=True)]
 
     @staticmethod
     def supports(model: Model) -> str:
@@ -79,10 +81,17 @@ class FusedDecoder:
             return "ranks divide its layers"
         if model.embedding.weight.dtype not in _DTYPES:
             return f"weights are {model.embedding.weight.dtype}"
+        if model.config.multipliers != NO_MULTIPLIERS:
+            return "it has multipliers"
+        plain = (rms_norm, BEFORE, False)
+        if (model.architecture.read_norm, model.architecture.norms, model.architecture.is_parallel) != plain:
+            return "its layers have other norms, or other places of them"
         for layer in model.layers:
             attention, mlp = layer.attention, layer.feed_forward
             if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
                 return f"layers are made of {type(attention).__name__} and {type(mlp).__name__}"
+            if mlp.activation != SILU or attention.width_norms:
+                return f"there are the activation {mlp.activation} or norms of all heads together"
             if any(linear.bias is not None for linear in (attention.out.own, mlp.gate_up, mlp.down.own)):
                 return "there are biases after the attention or in the MLP"
         return ""
@@ -92,7 +101,7 @@ class FusedDecoder:
             return self._model.forward(input_ids, positions, context)
         stream = decode.prepare(input_ids, self._embedding, self._first_gain, self._capabilities)
         kept = [stream.residual[:, :0]]  # the result if no layer is requested
-        eps = self._norm.eps
+        eps = self._eps
         for number, layer in enumerate(self._layers):
             if number in self._aux_layers:
                 kept.append(stream.residual)
@@ -117,7 +126,7 @@ class FusedDecoder:
             self._weight(Role.QKV, attention.qkv.dense_weight(), attention.qkv.bias),
             attention.attend,
             self._weight(Role.OUT, attention.out.own.dense_weight()),
-            layer.post_norm.weight,
+            _gain(layer.post_norm),
             self._weight(Role.GATE_UP, mlp.gate_up.dense_weight()),
             self._weight(Role.DOWN, mlp.down.own.dense_weight()),
             next_gain,
@@ -125,3 +134,8 @@ class FusedDecoder:
 
     def _weight(self, role: Role, weight: torch.Tensor, bias: torch.Tensor | None = None) -> decode.DecodeWeight:
         return decode.DecodeWeight(role, weight, bias, self._capabilities)
+
+
+def _gain(norm: Norm | SumOnly) -> torch.Tensor:
+    assert isinstance(norm, RMSNorm), "see supports()"
+    return norm.weight

@@ -17,13 +17,12 @@ import torch
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.latent import LatentConfig
 from penstock.config.model import ModelConfig
-from penstock.kernels.dispatch import is_interpreted
 from penstock.layers.attention import PagedAttention
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
+from penstock.models.parts import halves_of_pairs
 from penstock.models.weights import Weights
 from penstock.parallel.topology import head_share
-from penstock.utils.errors import ConfigError
 
 # DeepSeek's norms of latents do not read `rms_norm_eps`.
 _EPS = 1e-6
@@ -37,10 +36,7 @@ class LatentAttention:
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         assert config.latent is not None, config.model_type
-        if weights.device.type != "cpu" or is_interpreted():
-            raise ConfigError(
-                f"{config.model_type} has latent attention, which is computed on a CPU only (--device cpu)"
-            )
+        weights.check_on_cpu("latent attention")
         self._sizes = sizes = config.latent
         heads = [head_share(config.num_attention_heads, 1, share) for share in weights.share.all]
         own = heads[weights.share.index]
@@ -85,8 +81,8 @@ def _compress(config: ModelConfig, weights: Weights, sizes: LatentConfig) -> Lin
     names = {"q_a_proj": sizes.query_rank} if sizes.query_rank else {}
     names["kv_a_proj_with_mqa"] = sizes.stored_size
     order = torch.arange(sizes.query_rank + sizes.stored_size)
-    order[-sizes.rotary_size :] = order[-sizes.rotary_size :][_halves(sizes)]
-    return _reordered(weights, names, config.hidden_size, config.attention_bias, order)
+    order[-sizes.rotary_size :] = order[-sizes.rotary_size :][_rotated(sizes)]
+    return weights.whole().linear(names, config.hidden_size, config.attention_bias, order=order)
 
 
 def _queries(config: ModelConfig, weights: Weights, sizes: LatentConfig, heads: range) -> Linear:
@@ -94,28 +90,12 @@ def _queries(config: ModelConfig, weights: Weights, sizes: LatentConfig, heads: 
     size = sizes.plain_size + sizes.rotary_size
     of_head = torch.arange(len(heads) * size).view(len(heads), size)
     plain, rotated = of_head.split([sizes.plain_size, sizes.rotary_size], 1)
-    order = torch.cat((plain.flatten(), rotated[:, _halves(sizes)].flatten()))
+    order = torch.cat((plain.flatten(), rotated[:, _rotated(sizes)].flatten()))
     name, width = ("q_b_proj", sizes.query_rank) if sizes.query_rank else ("q_proj", config.hidden_size)
     own = {name: range(heads.start * size, heads.stop * size)}
-    return _reordered(weights, {name: config.num_attention_heads * size}, width, False, order, own)
+    return weights.linear({name: config.num_attention_heads * size}, width, own=own, order=order)
 
 
-def _halves(sizes: LatentConfig) -> torch.Tensor:
+def _rotated(sizes: LatentConfig) -> torch.Tensor:
     """Returns the order of rotated dimensions in which all first ones of a pair precede all second ones."""
-    order = torch.arange(sizes.rotary_size)
-    return torch.cat((order[0::2], order[1::2])) if sizes.has_rotary_pairs else order
-
-
-def _reordered(
-    weights: Weights,
-    outputs: dict[str, int],
-    width: int,
-    bias: bool,
-    order: torch.Tensor,
-    own: dict[str, range] | None = None,
-) -> Linear:
-    """Returns the projections `outputs`, or their rows `own`, as one layer whose outputs are in this order."""
-    own = {name: range(count) for name, count in outputs.items()} if own is None else own
-    weight, biases = weights.projections(outputs, width, bias, own)
-    order = order.to(weight.device)
-    return weights.linear_of(", ".join(outputs), weight[order], None if biases is None else biases[order])
+    return halves_of_pairs(sizes.rotary_size) if sizes.has_rotary_pairs else torch.arange(sizes.rotary_size)

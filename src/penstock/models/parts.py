@@ -7,18 +7,27 @@ size, Q and KV heads of size D, I intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from penstock.attention.forward_context import ForwardContext
+from penstock.config.families import GELU, GELU_TANH, SILU
 from penstock.config.model import ModelConfig
+from penstock.kernels.gelu import gelu_and_mul
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import PagedAttention
+from penstock.layers.linear import Gather
+from penstock.layers.norm import Norm
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.models.norms import ReadNorm
 from penstock.models.weights import Weights
-from penstock.parallel.topology import head_share
+from penstock.parallel.groups import TensorGroup
+from penstock.parallel.topology import HeadShare, head_share
 
 
 class Attention(Protocol):
@@ -34,6 +43,22 @@ FeedForward = Callable[[torch.Tensor], torch.Tensor]
 """[T, H] -> [T, H]."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionVariant:
+    """What distinguishes a family's attention and is not in `config.json`."""
+
+    qkv_bias: bool = False  # also without `attention_bias`
+    out_bias: bool = True  # with `attention_bias`
+    stored_as: str | None = None  # the name of the one tensor of queries, keys and values
+    has_pairs: bool = False  # the rotated pairs are neighbours, not in halves
+    head_norms: ReadNorm | None = None  # of every query head and every key head
+    width_norms: ReadNorm | None = None  # of all query heads together, and of all key heads
+    num_inputs: int = 1  # how many hidden states a row has, concatenated
+
+
+PLAIN = AttentionVariant()
+
+
 class GroupedQueryAttention:
     """Query heads that share heads of keys and values in groups (Ainslie et al. 2023, arXiv:2305.13245)."""
 
@@ -43,47 +68,125 @@ class GroupedQueryAttention:
         weights: Weights,
         layer: int,
         rotary: torch.Tensor,
-        qkv_bias: bool = False,
-        head_norms: bool = False,
-        num_inputs: int = 1,
+        variant: AttentionVariant = PLAIN,
     ) -> None:
-        """`head_norms` normalises every query and key head. Rows hold `num_inputs` concatenated hidden states."""
-        hidden, size = config.hidden_size, config.head_dim
+        hidden, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size, "v_proj": num_kv_heads * size}
         heads = [head_share(num_heads, num_kv_heads, share) for share in weights.share.all]
         own = heads[weights.share.index]
         queries, kv = (range(part.start * size, part.stop * size) for part in (own.queries, own.kv))
-        has_bias = qkv_bias or config.attention_bias
+        norms: list[torch.Tensor] = []
+        if variant.head_norms is not None:
+            norms = [variant.head_norms(weights, f"{name}_norm", size, eps).weight for name in ("q", "k")]
+        self.width_norms: list[_WidthNorm] = []
+        if variant.width_norms is not None:
+            for name, parts in (("q", [each.queries for each in heads]), ("k", [each.kv for each in heads])):
+                norm = variant.width_norms(weights, f"{name}_norm", sizes[f"{name}_proj"], eps)
+                self.width_norms.append(_WidthNorm(norm, weights.group, parts, size))
         self.qkv = weights.linear(
-            sizes, num_inputs * hidden, has_bias, own={"q_proj": queries, "k_proj": kv, "v_proj": kv}
+            sizes,
+            variant.num_inputs * hidden,
+            variant.qkv_bias or config.attention_bias,
+            own={"q_proj": queries, "k_proj": kv, "v_proj": kv},
+            stored_as=variant.stored_as,
+            order=_order_of_halves(config, own) if variant.has_pairs else None,
         )
-        norms = [weights.tensor(f"{name}_norm.weight", size) for name in ("q", "k")] if head_norms else []
         self.attend = PagedAttention(config, layer, rotary, own, *norms)
+        self.query_scales = _query_scales(config).to(weights.device) if config.multipliers.query_beta else None
         self.out = weights.joining_linear(
-            "o_proj", hidden, [len(each.queries) * size for each in heads], config.attention_bias
+            "o_proj", hidden, [len(each.queries) * size for each in heads], config.attention_bias and variant.out_bias
         )
         self.kv_cache_specs = {self.attend.name: self.attend.spec}
+        self._num_queries, self._num_keys = len(queries), len(kv)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        attended = self.attend(self.qkv(x), positions, context)  # [T, H] -> [T, (own Q + 2 own KV) D] -> [T, own Q D]
-        return self.out(attended)  # -> [T, H]
+        qkv = self.qkv(x)  # [T, H] -> [T, (own Q + 2 own KV) D]
+        queries, keys, _ = qkv.split([self._num_queries, self._num_keys, self._num_keys], 1)
+        for part, norm in zip((queries, keys), self.width_norms, strict=False):
+            part.copy_(norm(part))
+        if self.query_scales is not None:
+            queries.copy_(queries * self.query_scales[positions])
+        return self.out(self.attend(qkv, positions, context))  # -> [T, own Q D] -> [T, H]
+
+
+class _WidthNorm:
+    """A norm over the heads of all ranks: every rank normalises whole rows and keeps its own heads."""
+
+    def __init__(self, norm: Norm, group: TensorGroup, heads: Sequence[range], size: int) -> None:
+        """`heads` of each rank, in their order; ranks may have the same ones."""
+        self._norm = norm
+        self._gather = Gather(group, [len(each) * size for each in heads])
+        columns = torch.tensor([head * size + i for each in heads for head in each for i in range(size)])
+        total = int(columns.max()) + 1
+        # Where each feature of a row is among those gathered, if several ranks have the same ones.
+        self._places: torch.Tensor | None = None
+        if len(columns) > total:
+            self._places = torch.zeros(total, dtype=torch.int64)
+            self._places[columns] = torch.arange(len(columns))
+            self._places = self._places.to(norm.weight.device)
+        own = heads[group.index]
+        self._own = slice(own.start * size, own.stop * size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, own features] -> the same, normalised."""
+        whole = self._gather(x.contiguous())
+        return self._norm(whole if self._places is None else whole[:, self._places])[:, self._own]
+
+
+def halves_of_pairs(num_rotated: int) -> torch.Tensor:
+    """Returns the order in which all first dimensions of neighbouring pairs precede all second ones.
+
+    A permutation of both queries and keys changes no product, and the halves are then rotated as everywhere else.
+    """
+    order = torch.arange(num_rotated)
+    return torch.cat((order[0::2], order[1::2]))
+
+
+def _order_of_halves(config: ModelConfig, own: HeadShare) -> torch.Tensor:
+    """Returns the order of a rank's queries, keys and values that makes halves of neighbouring pairs."""
+    order = torch.arange((len(own.queries) + 2 * len(own.kv)) * config.head_dim).view(-1, config.head_dim)
+    rotated = order[: len(own.queries) + len(own.kv), : config.rotary_dim]
+    rotated.copy_(rotated[:, halves_of_pairs(config.rotary_dim)])
+    return order.flatten()
+
+
+def _query_scales(config: ModelConfig) -> torch.Tensor:
+    """Returns [max_position_embeddings, 1] float32: what a query at each position is multiplied by (Llama 4)."""
+    beta, context = config.multipliers.query_beta, config.multipliers.query_context
+    scales = [1 + beta * math.log(1 + stretch) for stretch in range(-(-config.max_position_embeddings // context))]
+    return torch.tensor(scales).repeat_interleave(context)[: config.max_position_embeddings, None]
+
+
+_ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    SILU: silu_and_mul,
+    GELU: gelu_and_mul,
+    GELU_TANH: partial(gelu_and_mul, is_tanh=True),
+}
 
 
 class GatedMLP:
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), in most models SwiGLU."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, inner: int | None = None) -> None:
-        """`inner` is I, by default the configuration's."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, inner: int | None = None, stored_as: str | None = None
+    ) -> None:
+        """`inner` is I, by default the configuration's. `stored_as` names the one tensor of gate and up."""
         hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
-        self.gate_up = weights.linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
+        if config.activation != SILU:
+            weights.check_on_cpu(f"the activation {config.activation}")
+        self.activation = config.activation
+        self._activate = _ACTIVATE[config.activation]
+        self.gate_up = weights.linear(
+            {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, stored_as=stored_as
+        )
         self.down = weights.joining_linear("down_proj", hidden, weights.share.sizes(inner), config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        activated = silu_and_mul(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
+        activated = self._activate(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
         return self.down(activated)  # -> [T, H]
 
 
-def dense_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP:
+def dense_mlp(config: ModelConfig, weights: Weights, layer: int, stored_as: str | None = None) -> GatedMLP:
     """The feed-forward part of every layer of a model without experts."""
-    return GatedMLP(config, weights / "mlp")
+    return GatedMLP(config, weights / "mlp", stored_as=stored_as)

@@ -5,29 +5,42 @@ A family that is Llama or BERT with other names or switches is an entry here; ot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+import torch
 
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Architecture, Decoder
 from penstock.models.encoder import Encoder, EncoderArchitecture
 from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
-from penstock.models.parts import GroupedQueryAttention, dense_mlp
+from penstock.models.norms import rms_norm
+from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
 from penstock.utils.errors import ConfigError
 
+
+def _attention(**switches: Any) -> Callable[[ModelConfig, Weights, int, torch.Tensor], GroupedQueryAttention]:
+    """Returns grouped-query attention with the switches of `AttentionVariant`."""
+    return partial(GroupedQueryAttention, variant=AttentionVariant(**switches))
+
+
+_QWEN2 = _attention(qkv_bias=True)
+_QWEN3 = _attention(head_norms=rms_norm)
 MODELS = {
     # Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288).
     "llama": Architecture(GroupedQueryAttention, dense_mlp),
     # Jiang et al. 2023, arXiv:2310.06825: with a sliding window, which the configuration gives.
     "mistral": Architecture(GroupedQueryAttention, dense_mlp),
     # Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): with biases on queries, keys and values.
-    "qwen2": Architecture(partial(GroupedQueryAttention, qkv_bias=True), dense_mlp),
+    "qwen2": Architecture(_QWEN2, dense_mlp),
     # Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): with a norm on every query and key head.
-    "qwen3": Architecture(partial(GroupedQueryAttention, head_norms=True), dense_mlp),
+    "qwen3": Architecture(_QWEN3, dense_mlp),
     # Qwen3 with experts, from the same report.
-    "qwen3_moe": Architecture(partial(GroupedQueryAttention, head_norms=True), sparse_mlp),
+    "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
     "mixtral": Architecture(GroupedQueryAttention, sparse_mlp),
     # DeepSeek-AI 2024, arXiv:2405.04434: latent attention, and experts beside shared ones.

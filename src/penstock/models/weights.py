@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.model import read_json
+from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
@@ -198,25 +199,31 @@ class Weights:
         `own` names them, by default this rank's share of each tensor.
         """
         own = {name: self.share.part(count) for name, count in rows.items()} if own is None else own
-        parts = (
-            self._read(name, (count, *width), (slice(own[name].start, own[name].stop),)) for name, count in rows.items()
-        )
-        return self.delivery(parts, (sum(map(len, own.values())), *width), self.dtype, self.device)
+        return self._rows([(name, count, own[name]) for name, count in rows.items()], *width)
 
-    def of_expert(self, name: str, expert: int, shape: Sequence[int], own: Sequence[range]) -> torch.Tensor:
+    def _rows(self, pieces: Sequence[tuple[str, int, range]], *width: int) -> torch.Tensor:
+        """Returns rows of tensors, each piece given by a name, the tensor's number of rows and those to read."""
+        parts = (self._read(name, (count, *width), (slice(own.start, own.stop),)) for name, count, own in pieces)
+        return self.delivery(parts, (sum(len(own) for _, _, own in pieces), *width), self.dtype, self.device)
+
+    def of_expert(
+        self, name: str, expert: int, shape: Sequence[int], own: Sequence[range], is_transposed: bool = False
+    ) -> torch.Tensor:
         """Returns [sum of `own`, *shape[2:]]: these rows of one expert's part of the tensor `prefix + name`, which has
-        all experts and this shape.
+        all experts and this shape; or, `is_transposed`, these of its columns, [sum of `own`, shape[1]].
 
         The digest knows it as a tensor of the rows of all experts, one expert after another.
         """
-        num_rows, name = shape[1], self.prefix + name
-        parts: list[torch.Tensor] = []
+        num_rows, *width = (shape[2], shape[1]) if is_transposed else shape[1:]
+        name, parts = self.prefix + name, list[torch.Tensor]()
         for rows in own:
-            part = self.source.read(name, shape, (slice(expert, expert + 1), slice(rows.start, rows.stop)))[0]
+            place = (slice(None), slice(rows.start, rows.stop)) if is_transposed else (slice(rows.start, rows.stop),)
+            part = self.source.read(name, shape, (slice(expert, expert + 1), *place))[0]
+            part = part.T if is_transposed else part
             flat = slice(expert * num_rows + rows.start, expert * num_rows + rows.stop)
-            self.digest.add(name, (shape[0] * num_rows, *shape[2:]), (flat,), part)
+            self.digest.add(name, (shape[0] * num_rows, *width), (flat,), part)
             parts.append(part)
-        return self.delivery(parts, (sum(map(len, own)), *shape[2:]), self.dtype, self.device)
+        return self.delivery(parts, (sum(map(len, own)), *width), self.dtype, self.device)
 
     def linear(
         self,
@@ -225,21 +232,22 @@ class Weights:
         bias: bool = False,
         own: Mapping[str, range] | None = None,
         is_wide: bool = False,
+        stored_as: str | None = None,
+        order: torch.Tensor | None = None,
     ) -> Linear:
         """Returns the projections `outputs` (name -> number of features) of `width` inputs as one layer.
 
-        It has this rank's features, which `own` names, by default its share of each projection.
+        It has this rank's features, which `own` names, by default its share of each projection, and in another `order`
+        if one is given ([own features] int64). `stored_as` is the one tensor that has all of them, one after another,
+        in a checkpoint that stores them so.
         """
         own = {name: self.share.part(count) for name, count in outputs.items()} if own is None else own
-        weight, biases = self.projections(outputs, width, bias, own)
-        return self.linear_of(", ".join(outputs), weight, biases, is_wide)
-
-    def projections(
-        self, outputs: Mapping[str, int], width: int, bias: bool, own: Mapping[str, range]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns weight and bias of the rows `own` of the projections `outputs`, which follow one another."""
-        weight = self._read_projections("weight", outputs, own, width)
-        return weight, self._read_projections("bias", outputs, own) if bias else None
+        weight = self._read_projections("weight", outputs, own, stored_as, width)
+        biases = self._read_projections("bias", outputs, own, stored_as) if bias else None
+        if order is not None:
+            order = order.to(weight.device)
+            weight, biases = weight[order], None if biases is None else biases[order]
+        return self.linear_of(stored_as or ", ".join(outputs), weight, biases, is_wide)
 
     def whole_linear(
         self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
@@ -269,10 +277,20 @@ class Weights:
         return GatheredLinear(linear, self.group, size)
 
     def _read_projections(
-        self, kind: str, outputs: Mapping[str, int], own: Mapping[str, range], *width: int
+        self, kind: str, outputs: Mapping[str, int], own: Mapping[str, range], stored_as: str | None, *width: int
     ) -> torch.Tensor:
-        rows = {f"{name}.{kind}": count for name, count in outputs.items()}
-        return self.tensors(rows, *width, own={f"{name}.{kind}": part for name, part in own.items()})
+        if stored_as is None:
+            return self._rows([(f"{name}.{kind}", count, own[name]) for name, count in outputs.items()], *width)
+        total, pieces, first = sum(outputs.values()), list[tuple[str, int, range]](), 0
+        for name, count in outputs.items():
+            pieces.append((f"{stored_as}.{kind}", total, range(first + own[name].start, first + own[name].stop)))
+            first += count
+        return self._rows(pieces, *width)
+
+    def check_on_cpu(self, what: str) -> None:
+        """Raises ConfigError on a GPU, and where a CPU stands for one, since its kernels lack `what`."""
+        if has_gpu_kernels(self.device):
+            raise ConfigError(f"the model has {what}, which is computed on a CPU only (--device cpu)")
 
     def linear_of(
         self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False

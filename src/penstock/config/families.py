@@ -1,0 +1,198 @@
+"""What the fields of a family's `config.json` mean beyond those of every transformer.
+
+Published files leave out fields that have the default of the family's class in transformers; `with_defaults` adds the
+ones that Penstock reads. A multimodal checkpoint is read as its text part (`text_part`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.rope import FULL, SLIDING, smollm3_unrotated
+from penstock.utils.errors import ConfigError
+
+SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
+_ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": GELU, "gelu_new": GELU_TANH, "gelu_pytorch_tanh": GELU_TANH}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    "exaone4": {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma2": {
+        **_GEMMA,
+        "sliding_window_pattern": 2,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "vocab_size": 262208,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "glm4": {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
+    "gpt_oss": {
+        "attention_bias": True,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+    },
+    "granite": {
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    "ministral3": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "smollm3": {
+        "rope_theta": 2e6,
+        "use_sliding_window": False,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+    },
+}
+# Families in which only layers that are not a multiple of the pattern have a window.
+_WITH_PATTERN = tuple(name for name, fields in _DEFAULTS.items() if "sliding_window_pattern" in fields)
+_QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+_WITHOUT_DEFAULT_WINDOW = ("qwen2", "qwen3", "qwen3_moe", *_QWEN_VL)
+_WITH_FULL_LAYERS_FIRST = ("qwen2", "qwen3", *_QWEN_VL)
+# Multimodal models whose published files have the fields of the text part outside, without a `text_config`.
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+# Fields that change the result in a way that Penstock does not compute, and the values that do not.
+_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
+    "gemma2": {"use_bidirectional_attention": (None, False)},
+    "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
+    "olmo2": {"clip_qkv": (None,)},
+    "olmo3": {"clip_qkv": (None,)},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultipliersConfig:
+    """Numbers by which a model multiplies what others leave as it is."""
+
+    embedding: float = 1.0  # of a token's vector
+    residual: float = 1.0  # of what a sub-layer adds to the residual stream
+    attention: float | None = None  # of a product of query and key, by default 1 / sqrt(head_dim)
+    logits: float = 1.0
+    logits_cap: float = 0.0  # soft cap of the logits, 0: there is none
+    query_beta: float = 0.0  # a query at position p is multiplied by 1 + beta * log(1 + p // query_context)
+    query_context: int = 0
+
+
+NO_MULTIPLIERS = MultipliersConfig()
+
+
+def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of a `config.json`, or for a multimodal model those of its text part."""
+    inner: Any = raw.get("text_config")
+    if not isinstance(inner, dict):
+        return {**raw, "model_type": f"{raw['model_type']}_text"} if raw.get("model_type") in _FLAT else dict(raw)
+    outer = {name: raw[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if raw.get(name) is not None}
+    kept = {name: raw[name] for name in ("architectures", "quantization_config") if raw.get(name) is not None}
+    return {**outer, **inner, **kept}
+
+
+def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the fields that the family's class would add. Raises ConfigError for a variant that is not supported."""
+    model_type = raw["model_type"]
+    for name, allowed in _REFUSED.get(model_type, {}).items():
+        if raw.get(name) not in allowed:
+            raise ConfigError(f"{name} of a {model_type} must be {allowed[-1]}, got {raw[name]!r}")
+    return {**_DEFAULTS.get(model_type, {}), **raw}
+
+
+def read_activation(raw: Mapping[str, Any]) -> str:
+    """Returns the activation of a decoder's gated MLPs. Raises ConfigError for one that is not supported."""
+    field = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
+    found = raw.get(field, SILU)
+    if found not in _ACTIVATIONS:
+        raise ConfigError(f"{field} must be one of {', '.join(_ACTIVATIONS)}, got {found!r}")
+    return _ACTIVATIONS[found]
+
+
+def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Returns FULL or SLIDING for every layer: from `layer_types` if given, else by the rule of the family.
+
+    Raises ConfigError for another kind of layer.
+    """
+    given: list[str] | None = raw.get("layer_types")
+    if given:
+        if len(given) != num_layers:
+            raise ConfigError(f"layer_types names {len(given)} layers of {num_layers}")
+        if not set(given) <= {FULL, SLIDING}:
+            unknown = next(kind for kind in given if kind not in (FULL, SLIDING))
+            raise ConfigError(f"layer_types must name {FULL} and {SLIDING}, got {unknown!r}")
+        return tuple(given)
+    model_type = raw["model_type"]
+    if not read_window(raw):
+        return (FULL,) * num_layers
+    if model_type in _WITH_PATTERN:
+        pattern = raw["sliding_window_pattern"]
+        if not isinstance(pattern, int) or pattern < 1:
+            raise ConfigError(
+                f"sliding_window_pattern must be a positive integer or come with layer_types: {pattern!r}"
+            )
+        return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
+    if model_type == "smollm3":
+        unrotated = smollm3_unrotated(raw, num_layers)
+        return tuple(SLIDING if layer in unrotated else FULL for layer in range(num_layers))
+    first = int(raw.get("max_window_layers", 0)) if model_type in _WITH_FULL_LAYERS_FIRST else 0
+    return tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
+
+
+def read_window(raw: Mapping[str, Any]) -> int:
+    """Returns how many tokens a layer with a window sees, 0 if no layer has one. Raises ConfigError if negative."""
+    window = int(raw.get("sliding_window") or 0)
+    if window < 0:
+        raise ConfigError(f"sliding_window must not be negative, got {window}")
+    return window if raw.get("use_sliding_window", raw["model_type"] not in _WITHOUT_DEFAULT_WINDOW) else 0
+
+
+def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> MultipliersConfig:
+    """Reads the fields of the families that have such numbers; `rope` has the parameters of the rotation."""
+    model_type = raw["model_type"]
+    if model_type == "granite":
+        return MultipliersConfig(
+            embedding=float(raw["embedding_multiplier"]),
+            residual=float(raw["residual_multiplier"]),
+            attention=float(raw["attention_multiplier"]),
+            logits=1 / float(raw["logits_scaling"]),
+        )
+    if model_type in ("gemma2", "gemma3_text"):
+        return MultipliersConfig(
+            embedding=math.sqrt(raw["hidden_size"]),
+            attention=float(raw["query_pre_attn_scalar"]) ** -0.5,
+            logits_cap=float(raw.get("final_logit_softcapping") or 0),
+        )
+    if model_type == "cohere2":
+        return MultipliersConfig(logits=float(raw["logit_scale"]))
+    if model_type == "ministral3" and rope.get("llama_4_scaling_beta"):
+        context = rope["original_max_position_embeddings"]
+        return MultipliersConfig(query_beta=float(rope["llama_4_scaling_beta"]), query_context=int(context))
+    return NO_MULTIPLIERS

@@ -1,0 +1,121 @@
+"""What single families' fields of `config.json` mean, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.model import ModelConfig, parse_model_config
+from penstock.utils.errors import ConfigError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 176,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+
+
+def parse(model_type: str, **fields: Any) -> ModelConfig:
+    return parse_model_config(Path("model"), {**SHAPE, "model_type": model_type, **fields}, "auto")
+
+
+def test_fields_that_published_files_leave_out() -> None:
+    """Google's Gemma 3 files have sizes and little else in their text part."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    raw = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    config = parse_model_config(Path("model"), {**raw, "torch_dtype": "bfloat16"}, "auto")
+    assert (config.model_type, config.wrapper, config.dtype) == ("gemma3_text", "gemma3", "bfloat16")
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_position_embeddings) == (262208, 131072)
+    assert config.tie_word_embeddings
+    assert config.layer_windows[:7] == (1024,) * 5 + (0, 1024)
+    assert (config.rope.theta, config.rope.rope_type) == (1e6, "linear")
+    assert config.window_rope is not None
+    assert (config.window_rope.theta, config.window_rope.rope_type) == (1e4, "default")
+    assert config.multipliers.attention == 256**-0.5
+    assert config.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "windows", "unrotated"),
+    [
+        ("smollm3", {}, (), (3, 7)),
+        ("smollm3", {"no_rope_layer_interval": 3}, (), (2, 5)),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1, 1, 1, 0]}, (), (0, 7)),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 64}, (3, 7), (3, 7)),
+        ("cohere2", {}, (0, 1, 2, 4, 5, 6), (3, 7)),
+        ("exaone4", {}, (0, 1, 2, 4, 5, 6), (3, 7)),
+        ("exaone4", {"sliding_window": None}, (), ()),
+        ("olmo3", {}, (0, 1, 2, 4, 5, 6), ()),
+        ("gpt_oss", {"num_local_experts": 8}, (0, 2, 4, 6), ()),
+        ("gemma2", {}, (0, 2, 4, 6), ()),
+        ("gemma3_text", {}, (0, 1, 2, 3, 4, 6, 7), ()),
+        ("gemma3_text", {"sliding_window_pattern": 2}, (0, 2, 4, 6), ()),
+        ("phi3", {"sliding_window": 100}, tuple(range(8)), ()),
+        ("qwen3_vl_text", {"sliding_window": 100}, (), ()),
+    ],
+)
+def test_layers_with_a_window_and_without_rotation(
+    model_type: str, fields: dict[str, Any], windows: tuple[int, ...], unrotated: tuple[int, ...]
+) -> None:
+    config = parse(model_type, **fields)
+    assert tuple(layer for layer, window in enumerate(config.layer_windows) if window) == windows
+    assert config.unrotated_layers == unrotated
+    assert [layer for layer in range(8) if config.layer_rope(layer) is None] == list(unrotated)
+
+
+def test_olmo3_extends_the_context_of_full_layers_alone() -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    config = parse("olmo3", rope_scaling=yarn)
+    assert config.window_rope is not None
+    assert (config.rope.rope_type, config.window_rope.rope_type) == ("yarn", "default")
+    assert config.rope.theta == config.window_rope.theta == 500000.0
+    assert config.layer_rope(0) == config.window_rope
+    assert config.layer_rope(3) == config.rope
+
+
+@pytest.mark.parametrize("name", ["su", "longrope", "yarn"])
+def test_longrope_chooses_its_factors_by_the_longest_context(name: str) -> None:
+    factors = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
+    config = parse("phi3", rope_scaling={"type": name, **factors}, original_max_position_embeddings=128)
+    assert config.rope.rope_type == "longrope"
+    assert config.rope.scaling["attention_factor"] == pytest.approx((1 + 2 / 7) ** 0.5)
+    assert config.rope.has_long_factors
+    assert not config.for_length(128).rope.has_long_factors
+    assert config.for_length(129).rope.has_long_factors
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_multimodal_model_without_a_text_part_of_its_own(model_type: str) -> None:
+    config = parse(model_type, vision_config={}, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]})
+    assert (config.model_type, config.wrapper) == (f"{model_type}_text", model_type)
+    assert config.rope.rope_type == "default"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        ("llama", {"hidden_act": "relu"}, "hidden_act must be one of silu, .*, got 'relu'"),
+        ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation must be one of silu, .*, got 'tanh'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 for a llama, got 0.5"),
+        ("olmo3", {"layer_types": ["linear_attention"] * 8}, "layer_types must name .*, got 'linear_attention'"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 8"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),
+        ("mistral", {"sliding_window": -1}, "sliding_window must not be negative, got -1"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention of a gemma3_text must be"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping of a gemma3_text must be None"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm of a cohere2 must be False, got True"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv of a olmo2 must be None, got 8.0"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(model_type: str, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(model_type, **fields)
