@@ -52,6 +52,15 @@ SHARED_EXPERTS = {
     "routed_scaling_factor": 1.8,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 20 for i in range(12)],
+    "long_factor": [1.5 + i / 2 for i in range(12)],
+    "original_max_position_embeddings": 64,
+}
+GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 # name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -121,6 +130,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
         },
     ),
+    # Contexts of its tests are longer than the original one: the long factors.
+    "phi3-longrope": ("phi3", {"num_attention_heads": 3, "num_key_value_heads": 3, "rope_parameters": LONGROPE}),
+    # Its window ends before the context, and both rotated and other dimensions are in a head.
+    "phi3-partial": ("phi3", {**GQA, "sliding_window": 23, "rope_parameters": {"partial_rotary_factor": 0.5}}),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

@@ -18,7 +18,7 @@ NUM_STEPS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
 
 # Pools that hold one long request but not two; a window needs few blocks, and two groups need two tables.
-NUM_BLOCKS = {"mistral-window": 9}
+NUM_BLOCKS = {"mistral-window": 9, "phi3-partial": 9}
 WITH_TWO_GROUPS = ("qwen2-hybrid-window",)
 NUM_BLOCKS.update(dict.fromkeys(WITH_TWO_GROUPS, 20))
 
@@ -81,6 +81,17 @@ def test_logprobs_and_greedy_tokens(name: str, folder: Path) -> None:
         assert prompts()[2][position + 1] in entries
         for token_id, entry in entries.items():
             assert entry.logprob == pytest.approx(logprobs[position, token_id].item(), abs=2e-3)
+    llm.shutdown()
+
+
+def test_short_factors_of_longrope(folder: Path) -> None:
+    """An engine whose context is not longer than the original one uses them."""
+    path = make_checkpoint("phi3-longrope", folder / "short")
+    model = reference(path)
+    llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=64, max_num_batched_tokens=24)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for prompt, output in zip(prompts()[:2], llm.generate(prompts()[:2], params, use_tqdm=False), strict=True):
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
     llm.shutdown()
 
 

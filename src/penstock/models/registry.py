@@ -28,6 +28,7 @@ def _attention(**switches: Any) -> Callable[[ModelConfig, Weights, int, torch.Te
     return partial(GroupedQueryAttention, variant=AttentionVariant(**switches))
 
 
+_FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
 _QWEN2 = _attention(qkv_bias=True)
 _QWEN3 = _attention(head_norms=rms_norm)
 MODELS = {
@@ -39,6 +40,9 @@ MODELS = {
     "qwen2": Architecture(_QWEN2, dense_mlp),
     # Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): with a norm on every query and key head.
     "qwen3": Architecture(_QWEN3, dense_mlp),
+    # Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219 and 2412.08905): fused tensors; Phi-4-mini has a partial
+    # rotation and LongRoPE.
+    "phi3": Architecture(_attention(stored_as="qkv_proj"), _FUSED_MLP),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
