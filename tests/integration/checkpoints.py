@@ -134,6 +134,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": ("phi3", {"num_attention_heads": 3, "num_key_value_heads": 3, "rope_parameters": LONGROPE}),
     # Its window ends before the context, and both rotated and other dimensions are in a head.
     "phi3-partial": ("phi3", {**GQA, "sliding_window": 23, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "glm4": ("glm4", {**GQA, "attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.5}}),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

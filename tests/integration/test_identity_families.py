@@ -37,6 +37,7 @@ FAMILIES = (
     "deepseek-v3",
     "glm-flash",
     "phi3-longrope",
+    "glm4",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.

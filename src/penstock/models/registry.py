@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.config.model import ModelConfig
-from penstock.models.decoder import Architecture, Decoder
+from penstock.models.decoder import Architecture, Decoder, NormNames
 from penstock.models.encoder import Encoder, EncoderArchitecture
 from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
@@ -43,6 +43,12 @@ MODELS = {
     # Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219 and 2412.08905): fused tensors; Phi-4-mini has a partial
     # rotation and LongRoPE.
     "phi3": Architecture(_attention(stored_as="qkv_proj"), _FUSED_MLP),
+    # GLM-4-0414 (Zhipu AI 2025): rotated pairs are neighbours, and there are norms on both sides of the parts.
+    "glm4": Architecture(
+        _attention(has_pairs=True, out_bias=False),
+        _FUSED_MLP,
+        norms=NormNames(after_attention="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"),
+    ),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
