@@ -135,6 +135,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its window ends before the context, and both rotated and other dimensions are in a head.
     "phi3-partial": ("phi3", {**GQA, "sliding_window": 23, "rope_parameters": {"partial_rotary_factor": 0.5}}),
     "glm4": ("glm4", {**GQA, "attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "granite": (
+        "granite",
+        {
+            **GQA,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

@@ -38,6 +38,7 @@ FAMILIES = (
     "glm-flash",
     "phi3-longrope",
     "glm4",
+    "granite",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.

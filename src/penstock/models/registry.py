@@ -49,6 +49,8 @@ MODELS = {
         _FUSED_MLP,
         norms=NormNames(after_attention="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"),
     ),
+    # Granite 3 (IBM 2024): Llama with multipliers, which the configuration gives.
+    "granite": Architecture(GroupedQueryAttention, dense_mlp),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
