@@ -147,6 +147,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Its second layer has no rotation.
+    "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "smollm3-window": (
+        "smollm3",
+        {**GQA, "no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 21},
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

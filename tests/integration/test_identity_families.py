@@ -39,6 +39,7 @@ FAMILIES = (
     "phi3-longrope",
     "glm4",
     "granite",
+    "smollm3",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.
@@ -96,7 +97,9 @@ PAIRS = {
 # With windows in some layers, a request needs blocks of two groups.
 WITH_TWO_GROUPS: tuple[str, ...] = ()
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
-ALWAYS: set[tuple[Any, ...]] = set()
+ALWAYS = {
+    ("smollm3", "ranks of stages"),
+}
 Answer = tuple[list[int], list[dict[int, float]]]
 
 

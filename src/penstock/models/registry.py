@@ -51,6 +51,8 @@ MODELS = {
     ),
     # Granite 3 (IBM 2024): Llama with multipliers, which the configuration gives.
     "granite": Architecture(GroupedQueryAttention, dense_mlp),
+    # SmolLM3 (Hugging Face 2025): Llama without rotation in some layers, which the configuration names.
+    "smollm3": Architecture(GroupedQueryAttention, dense_mlp),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
