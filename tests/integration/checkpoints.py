@@ -153,6 +153,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {**GQA, "no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 21},
     ),
+    "olmo2": ("olmo2", {**GQA, "num_attention_heads": 6}),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

@@ -40,6 +40,7 @@ FAMILIES = (
     "glm4",
     "granite",
     "smollm3",
+    "olmo2",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.
@@ -98,6 +99,7 @@ PAIRS = {
 WITH_TWO_GROUPS: tuple[str, ...] = ()
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
 ALWAYS = {
+    ("olmo2", "three ranks, drafts"),
     ("smollm3", "ranks of stages"),
 }
 Answer = tuple[list[int], list[dict[int, float]]]

@@ -16,7 +16,7 @@ from penstock.models.decoder import Architecture, Decoder, NormNames
 from penstock.models.encoder import Encoder, EncoderArchitecture
 from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
-from penstock.models.norms import rms_norm
+from penstock.models.norms import rms_norm, rms_norm_rounded_once
 from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
@@ -28,6 +28,7 @@ def _attention(**switches: Any) -> Callable[[ModelConfig, Weights, int, torch.Te
     return partial(GroupedQueryAttention, variant=AttentionVariant(**switches))
 
 
+_AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
 _QWEN2 = _attention(qkv_bias=True)
 _QWEN3 = _attention(head_norms=rms_norm)
@@ -53,6 +54,8 @@ MODELS = {
     "granite": Architecture(GroupedQueryAttention, dense_mlp),
     # SmolLM3 (Hugging Face 2025): Llama without rotation in some layers, which the configuration names.
     "smollm3": Architecture(GroupedQueryAttention, dense_mlp),
+    # OLMo 2 (OLMo et al. 2024, arXiv:2501.00656): norms after the parts, and of all queries and all keys.
+    "olmo2": Architecture(_attention(width_norms=rms_norm_rounded_once), dense_mlp, rms_norm_rounded_once, _AFTER),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
