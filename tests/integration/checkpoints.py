@@ -154,6 +154,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GQA, "no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 21},
     ),
     "olmo2": ("olmo2", {**GQA, "num_attention_heads": 6}),
+    "olmo3": (
+        "olmo3",
+        {
+            **GQA,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

@@ -56,6 +56,8 @@ MODELS = {
     "smollm3": Architecture(GroupedQueryAttention, dense_mlp),
     # OLMo 2 (OLMo et al. 2024, arXiv:2501.00656): norms after the parts, and of all queries and all keys.
     "olmo2": Architecture(_attention(width_norms=rms_norm_rounded_once), dense_mlp, rms_norm_rounded_once, _AFTER),
+    # OLMo 3 (Ai2 2025): OLMo 2 with windows, whose layers have a rotation of their own.
+    "olmo3": Architecture(_attention(width_norms=rms_norm_rounded_once), dense_mlp, rms_norm_rounded_once, _AFTER),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
