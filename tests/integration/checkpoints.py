@@ -166,6 +166,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "exaone4": (
+        "exaone4",
+        {**GQA, "sliding_window": 18, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "exaone4-full": ("exaone4", {**GQA, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

@@ -42,6 +42,7 @@ FAMILIES = (
     "smollm3",
     "olmo2",
     "olmo3",
+    "exaone4",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.
@@ -97,7 +98,7 @@ PAIRS = {
     "more ranks of P": ((3, 2, 16), (2, 1, 16)),
 }
 # With windows in some layers, a request needs blocks of two groups.
-WITH_TWO_GROUPS = ("olmo3",)
+WITH_TWO_GROUPS = ("olmo3", "exaone4")
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
 ALWAYS = {
     ("olmo2", "three ranks, drafts"),
