@@ -171,6 +171,19 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GQA, "sliding_window": 18, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
     "exaone4-full": ("exaone4", {**GQA, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral3": (
+        "ministral3",
+        {
+            **GQA,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

@@ -43,6 +43,7 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "exaone4",
+    "ministral3",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.

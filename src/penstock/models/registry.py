@@ -60,6 +60,8 @@ MODELS = {
     "olmo3": Architecture(_attention(width_norms=rms_norm_rounded_once), dense_mlp, rms_norm_rounded_once, _AFTER),
     # EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after the parts, and no rotation without a window.
     "exaone4": Architecture(_QWEN3, dense_mlp, norms=_AFTER),
+    # Ministral 3 (Mistral AI 2025): queries are multiplied by a number that grows with the position.
+    "ministral3": Architecture(GroupedQueryAttention, dense_mlp),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
