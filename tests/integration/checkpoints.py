@@ -184,6 +184,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "cohere2": (
+        "cohere2",
+        {
+            **GQA,
+            "hidden_size": 128,
+            "logit_scale": 0.3,
+            "sliding_window": 22,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

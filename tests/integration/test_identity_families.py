@@ -44,6 +44,7 @@ FAMILIES = (
     "olmo3",
     "exaone4",
     "ministral3",
+    "cohere2",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
 # Those with a module for multi-token prediction.
@@ -99,7 +100,7 @@ PAIRS = {
     "more ranks of P": ((3, 2, 16), (2, 1, 16)),
 }
 # With windows in some layers, a request needs blocks of two groups.
-WITH_TWO_GROUPS = ("olmo3", "exaone4")
+WITH_TWO_GROUPS = ("olmo3", "exaone4", "cohere2")
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
 ALWAYS = {
     ("olmo2", "three ranks, drafts"),

@@ -16,7 +16,7 @@ from penstock.models.decoder import Architecture, Decoder, NormNames
 from penstock.models.encoder import Encoder, EncoderArchitecture
 from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
-from penstock.models.norms import rms_norm, rms_norm_rounded_once
+from penstock.models.norms import layer_norm, rms_norm, rms_norm_rounded_once
 from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
@@ -62,6 +62,10 @@ MODELS = {
     "exaone4": Architecture(_QWEN3, dense_mlp, norms=_AFTER),
     # Ministral 3 (Mistral AI 2025): queries are multiplied by a number that grows with the position.
     "ministral3": Architecture(GroupedQueryAttention, dense_mlp),
+    # Command A and R7B (Cohere 2025, arXiv:2504.00698): parallel parts, and no rotation in layers without a window.
+    "cohere2": Architecture(
+        _attention(has_pairs=True), dense_mlp, layer_norm, NormNames(feed_forward=None), is_parallel=True
+    ),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
