@@ -195,6 +195,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GQA,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "final_logit_softcapping": 4.0,
+        },
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",

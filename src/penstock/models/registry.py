@@ -16,7 +16,7 @@ from penstock.models.decoder import Architecture, Decoder, NormNames
 from penstock.models.encoder import Encoder, EncoderArchitecture
 from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
-from penstock.models.norms import layer_norm, rms_norm, rms_norm_rounded_once
+from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
@@ -28,6 +28,11 @@ def _attention(**switches: Any) -> Callable[[ModelConfig, Weights, int, torch.Te
     return partial(GroupedQueryAttention, variant=AttentionVariant(**switches))
 
 
+_SANDWICH = NormNames(
+    after_attention="post_attention_layernorm",
+    feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)
 _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
 _QWEN2 = _attention(qkv_bias=True)
@@ -66,6 +71,8 @@ MODELS = {
     "cohere2": Architecture(
         _attention(has_pairs=True), dense_mlp, layer_norm, NormNames(feed_forward=None), is_parallel=True
     ),
+    # Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms on both sides of the parts, and two rotations.
+    "gemma3_text": Architecture(_attention(head_norms=rms_norm_from_one), dense_mlp, rms_norm_from_one, _SANDWICH),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
