@@ -8,6 +8,7 @@ Penstock supports the architecture. Both spellings of transformers are accepted:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,8 @@ class ModelConfig:
     `intermediate_size` is that of the layers without experts. `max_position_embeddings` is the longest context in
     tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. With `latent`, the one KV
     head of size `head_dim` is what the cache stores of a token. With `fp8_block` weights are 8-bit floats with a scale
-    for every block of so many rows and columns.
+    for every block of so many rows and columns. `attn_logit_softcapping` limits attention scores, unless it is 0; sinks
+    are one learned number per query head (`Softmax` in `kernels/paged_attention.py` has the formulas).
     """
 
     path: Path
@@ -67,6 +69,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
+    attn_logit_softcapping: float = 0.0
+    has_attention_sinks: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -161,6 +165,8 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         latent=latent,
         experts=read_experts(raw),
         fp8_block=_parse_quantization(path, raw.get("quantization_config")),
+        attn_logit_softcapping=_parse_softcap(raw),
+        has_attention_sinks=raw["model_type"] == "gpt_oss",
     )
 
 
@@ -209,6 +215,16 @@ def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters)
+
+
+def _parse_softcap(raw: dict[str, Any]) -> float:
+    """Returns the limit of attention scores; 0 if there is none."""
+    value = raw.get("attn_logit_softcapping")
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"attn_logit_softcapping must be a positive number or null, got {value!r}")
+    return float(value)
 
 
 def _parse_windows(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:

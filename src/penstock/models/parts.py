@@ -8,6 +8,7 @@ size, Q and KV heads of size D, I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -59,7 +60,8 @@ class GroupedQueryAttention:
             sizes, num_inputs * hidden, has_bias, own={"q_proj": queries, "k_proj": kv, "v_proj": kv}
         )
         norms = [weights.tensor(f"{name}_norm.weight", size) for name in ("q", "k")] if head_norms else []
-        self.attend = PagedAttention(config, layer, rotary, own, *norms)
+        sinks = _read_sinks(num_heads, own.queries, weights) if config.has_attention_sinks else None
+        self.attend = PagedAttention(config, layer, rotary, own, *norms, sinks=sinks)
         self.out = weights.joining_linear(
             "o_proj", hidden, [len(each.queries) * size for each in heads], config.attention_bias
         )
@@ -68,6 +70,11 @@ class GroupedQueryAttention:
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         attended = self.attend(self.qkv(x), positions, context)  # [T, H] -> [T, (own Q + 2 own KV) D] -> [T, own Q D]
         return self.out(attended)  # -> [T, H]
+
+
+def _read_sinks(num_heads: int, own: range, weights: Weights) -> torch.Tensor:
+    """Returns [own heads] float32."""
+    return replace(weights, dtype=torch.float32).tensors({"sinks": num_heads}, own={"sinks": own})
 
 
 class GatedMLP:
