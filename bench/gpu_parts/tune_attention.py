@@ -11,7 +11,7 @@ import triton
 
 from gpu_parts.tuning import Tensors, neighbours, put, relative
 from penstock.config.model import ModelConfig
-from penstock.kernels.paged_attention import paged_attention_reference
+from penstock.kernels.paged_attention import Softmax, paged_attention_reference
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv_reference
 from penstock.kernels.triton.attention import plan as plans
 from penstock.kernels.triton.attention.launcher import decode_attention_fused, paged_attention
@@ -184,7 +184,7 @@ class _Attention:
         seen = cache[table.long().flatten()].double()
         own = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
         batch = (own, operands.starts[: len(chosen) + 1], operands.seq_lens[: len(chosen)])
-        return relative(outputs[0][rows], paged_attention_reference(q, seen, *batch, shape.head_dim**-0.5))
+        return relative(outputs[0][rows], paged_attention_reference(q, seen, *batch, Softmax(shape.head_dim**-0.5)))
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,15 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels import native
-from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.paged_attention import Softmax, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
 # Qwen3-0.6B.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 # (requests, queries of each, keys of each)
 CASES = ((1, 1, 1024), (8, 1, 1024), (32, 1, 1024), (8, 4, 1024), (1, 256, 1024), (1, 1024, 1024), (1, 2048, 2048))
+
+SOFTMAX = Softmax(HEAD_DIM**-0.5)
 
 Call = Callable[[torch.Tensor], object]
 
@@ -48,7 +50,7 @@ class Case:
 
         def call(table: torch.Tensor) -> None:
             module.library = lambda: library
-            paged_attention(self.q, self.cache, table, self.starts, self.seq_lens, HEAD_DIM**-0.5)
+            paged_attention(self.q, self.cache, table, self.starts, self.seq_lens, SOFTMAX)
 
         return call
 

@@ -21,10 +21,11 @@ import torch
 from penstock.kernels import native
 from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.paged_attention import latent_attention, paged_attention
+from penstock.kernels.paged_attention import Softmax, latent_attention, paged_attention
 
 HEADS, PLAIN, ROTARY, VALUE, RANK, BLOCK_SIZE = 16, 128, 64, 128, 512, 16
 STORED, SIZE = RANK + ROTARY, PLAIN + ROTARY
+SOFTMAX = Softmax(SIZE**-0.5)
 PREFILL = (512, 2048, 8192)
 DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 4096))  # requests, tokens of each
 
@@ -47,7 +48,7 @@ class Layer:
 
         def call() -> torch.Tensor:
             q = torch.cat((rotated, self.absorb(plain).transpose(0, 1)), -1)
-            attended = latent_attention(q, cache, *batch, SIZE**-0.5, RANK).unflatten(1, (HEADS, RANK))
+            attended = latent_attention(q, cache, *batch, SOFTMAX, RANK).unflatten(1, (HEADS, RANK))
             return self.expand(attended.transpose(0, 1).contiguous())
 
         return call
@@ -62,7 +63,7 @@ class Layer:
             cache[:, 0, :, :, :PLAIN] = made[..., :PLAIN]
             cache[:, 0, :, :, PLAIN:] = rotated.view(-1, 1, BLOCK_SIZE, ROTARY)
             cache[:, 1, :, :, :VALUE] = made[..., PLAIN:]
-            return paged_attention(q, cache, *batch, SIZE**-0.5)
+            return paged_attention(q, cache, *batch, SOFTMAX)
 
         return call
 

@@ -20,17 +20,17 @@ PARAMETER_WAIVERS = {
 # Folder -> its lines of code (`code_lines`). A budget shrinks with its folder; it grows only in a change that adds a
 # feature that users see, and says so.
 BUDGETS = {
-    "attention": 328,
+    "attention": 342,
     "cli": 1425,
-    "config": 1800,
+    "config": 1811,
     "core": 1711,
     "engine": 760,
     "executor": 559,
     "frontend": 1505,
     "grammar": 348,
-    "kernels": 4113,
+    "kernels": 4158,
     "kv_transfer": 6476,
-    "layers": 289,
+    "layers": 291,
     "loadgen": 453,
     "messages": 750,
     "metrics": 670,

@@ -209,6 +209,19 @@ def test_too_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         case.run(make("flashinfer"))
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"softcap": 50.0}, "attn_logit_softcapping 50.0"), ({"sinks": torch.zeros(4)}, "attention sinks")],
+    ids=["softcap", "sinks"],
+)
+def test_soft_caps_and_sinks_are_refused(backend: str, change: dict[str, Any], named: str) -> None:
+    case, attention = Case.random([7], [1]), make(backend)
+    case.run(attention)
+    case.heads = replace(case.heads, **change)
+    with pytest.raises(ConfigError, match=f"attention_backend={backend} does not serve {named} here"):
+        case.run(attention)
+
+
 def test_an_unsupported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("flash_attention", monkeypatch, capability=10)
     with pytest.raises(ConfigError, match="flash_attention needs a Hopper GPU"):

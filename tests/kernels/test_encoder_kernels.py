@@ -11,7 +11,7 @@ import torch
 from penstock.kernels import native
 from penstock.kernels.gelu import gelu
 from penstock.kernels.layer_norm import layer_norm
-from penstock.kernels.paged_attention import bidirectional_attention
+from penstock.kernels.paged_attention import Softmax, bidirectional_attention
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,7 +116,7 @@ def attend(qkv: list[torch.Tensor], heads: int, seed: int = 0) -> list[torch.Ten
     assert torch.equal(flat, torch.cat(qkv)), "a table of width 0 rotates nothing"
     starts = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
     q = flat[:, : heads * dim].unflatten(1, (heads, dim))
-    out = bidirectional_attention(q, cache, table, starts, lengths.int(), dim**-0.5)
+    out = bidirectional_attention(q, cache, table, starts, lengths.int(), Softmax(dim**-0.5))
     return list(out.split(lengths.tolist()))
 
 

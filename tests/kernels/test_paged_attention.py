@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.paged_attention import latent_attention, paged_attention
+from penstock.kernels.paged_attention import Softmax, latent_attention, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
 ISAS = native.instruction_sets()
@@ -57,15 +58,20 @@ class Sequence:
         """What the cache stores."""
         return (self.k, self.v) if self.k.shape == self.v.shape else (self.k,)
 
-    def exact(self, window: int) -> torch.Tensor:
-        """Returns [n, Hq * V], computed densely in float64."""
+    def exact(self, window: int, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns [n, Hq * V], computed densely in float64; a sink is one more score, whose weight is dropped."""
         length, num_heads, head_dim = self.q.shape
         groups = num_heads // self.k.shape[1]
         k, v = (x.double().repeat_interleave(groups, dim=1) for x in (self.k, self.v))
         scores = torch.einsum("nhd,khd->hnk", self.q.double(), k) * head_dim**-0.5
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         distance = torch.arange(length)[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (window or length))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(num_heads, length, 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
         return torch.einsum("hnk,khd->nhd", weights, v).flatten(1)
 
 
@@ -78,7 +84,20 @@ class Part:
     last: int
 
 
-def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0, spare_rows: int = 0) -> torch.Tensor:
+def sinks_of(sequence: Sequence) -> torch.Tensor:
+    """From far below the scores to far above them."""
+    return torch.linspace(-3, 5, sequence.q.shape[1])
+
+
+def run(
+    parts: list[Part],
+    block_size: int = 16,
+    window: int = 0,
+    seed: int = 0,
+    spare_rows: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Computes all parts in one call, on random blocks of a cache that is NaN except at positions that queries see.
 
     With a window, the table's entries for blocks that no query sees are 0, and block 0 is NaN. q is a strided view.
@@ -101,18 +120,24 @@ def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0,
     wide[: q.shape[0], : q.shape[1]] = q
     lengths = torch.tensor([0] + [part.last - part.first for part in parts])
     starts, seq_lens = lengths.cumsum(0).int(), torch.tensor([part.last for part in parts], dtype=torch.int32)
-    scale, value_size = q.shape[2] ** -0.5, like.v.shape[2]
-    arguments = (wide[:, : q.shape[1]], cache, table, starts, seq_lens, scale)
+    softmax = Softmax(q.shape[2] ** -0.5, window, softcap, sinks)
+    arguments = (wide[:, : q.shape[1]], cache, table, starts, seq_lens, softmax)
     if len(like.planes) == 2:
-        return paged_attention(*arguments, window)
+        return paged_attention(*arguments)
     # All latents are kept: a window would have no effect.
     assert not window
-    return latent_attention(*arguments, value_size)
+    return latent_attention(*arguments, like.v.shape[2])
 
 
 @functools.cache
 def mixed(
-    dtype: torch.dtype, head_dim: int, heads: tuple[int, int], window: int, value_dim: int
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: tuple[int, int],
+    window: int,
+    value_dim: int,
+    softcap: float,
+    has_sinks: bool,
 ) -> tuple[list[Part], torch.Tensor]:
     """Returns the parts of a mixed batch and the expected result in float64."""
     torch.manual_seed(0)
@@ -120,7 +145,9 @@ def mixed(
         Part(Sequence.random(before + count, heads, head_dim, dtype, value_dim), before, before + count)
         for count, before in MIXED
     ]
-    return parts, torch.cat([part.sequence.exact(window)[part.first : part.last] for part in parts])
+    sinks = sinks_of(parts[0].sequence) if has_sinks else None
+    exact = [part.sequence.exact(window, softcap, sinks)[part.first : part.last] for part in parts]
+    return parts, torch.cat(exact)
 
 
 def check(
@@ -130,10 +157,14 @@ def check(
     block_size: int = 16,
     window: int = 0,
     value_dim: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> None:
-    parts, expected = mixed(dtype, head_dim, heads, window, value_dim)
+    parts, expected = mixed(dtype, head_dim, heads, window, value_dim, softcap, has_sinks)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(run(parts, block_size, window).double(), expected, rtol=tolerance, atol=tolerance)
+    sinks = sinks_of(parts[0].sequence) if has_sinks else None
+    out = run(parts, block_size, window, softcap=softcap, sinks=sinks)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,6 +194,17 @@ def test_latents(isa: str, dtype: torch.dtype, head_dim: int, value_dim: int, bl
     check(dtype, head_dim, (5, 1), block_size, value_dim=value_dim)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 1.5, False), (0, 0.0, True), (37, 1.5, True),
+                                                              (128, 0.0, True), (131, 0.0, True)])  # fmt: skip
+def test_soft_caps_and_sinks(isa: str, dtype: torch.dtype, window: int, softcap: float, has_sinks: bool) -> None:
+    check(dtype, heads=(6, 2), window=window, softcap=softcap, has_sinks=has_sinks)
+
+
+def test_soft_caps_and_sinks_of_latents(isa: str) -> None:
+    check(torch.float32, 96, (5, 1), value_dim=64, softcap=1.5, has_sinks=True)
+
+
 def test_padding_rows_are_zero(isa: str) -> None:
     torch.manual_seed(0)
     out = run([Part(Sequence.random(20, (4, 2), 64, torch.float32), 3, 20)], spare_rows=5)
@@ -175,6 +217,18 @@ def test_large_scores_do_not_overflow(isa: str) -> None:
     sequence = Sequence.random(150, (2, 1), 64, torch.float32)
     sequence.q *= 300
     torch.testing.assert_close(run([Part(sequence, 0, 150)]).double(), sequence.exact(0), rtol=1e-3, atol=1e-3)
+
+
+def test_large_scores_and_sinks_do_not_overflow(isa: str) -> None:
+    torch.manual_seed(0)
+    sequence = Sequence.random(150, (2, 1), 64, torch.float32)
+    sequence.q *= 3000
+    capped = run([Part(sequence, 0, 150)], softcap=20.0)
+    torch.testing.assert_close(capped.double(), sequence.exact(0, 20.0), rtol=1e-3, atol=1e-3)
+    sequence.q /= 3e6
+    sinks = torch.tensor([-3e4, 3e4])
+    out = run([Part(sequence, 0, 150)], sinks=sinks)
+    torch.testing.assert_close(out.double(), sequence.exact(0, sinks=sinks), rtol=1e-5, atol=1e-5)
 
 
 class TestSameBits:
@@ -198,6 +252,15 @@ class TestSameBits:
         for first in range(0, 211, chunk):
             last = min(211, first + chunk)
             assert torch.equal(run([Part(sequence, first, last)], window=window), whole[first:last])
+
+    @pytest.mark.parametrize("softcap", [0.0, 1.5])
+    def test_sinks_in_chunks_and_batches(self, isa: str, sequence: Sequence, window: int, softcap: float) -> None:
+        options = {"window": window, "softcap": softcap, "sinks": sinks_of(sequence)}
+        whole = run([Part(sequence, 0, 211)], **options)
+        bounds = (0, 1, 2, 19, 83, 84, 147, 211)
+        parts = [Part(sequence, *bounds) for bounds in itertools.pairwise(bounds)]
+        assert torch.equal(torch.cat([run([part], **options) for part in parts]), whole)
+        assert torch.equal(run(parts, 32, **options), whole)
 
     def test_alone_or_in_a_batch(self, isa: str, sequence: Sequence, window: int) -> None:
         dtype, head_dim = sequence.q.dtype, sequence.q.shape[2]
@@ -235,6 +298,8 @@ def test_wrong_shapes_raise_assertion_errors(isa: str) -> None:
     starts, seq_lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     table = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(AssertionError, match="4 heads share 3"):
-        paged_attention(q, cache, table, starts, seq_lens, 1.0)
+        paged_attention(q, cache, table, starts, seq_lens, Softmax(1.0))
     with pytest.raises(AssertionError, match="float64"):
-        paged_attention(q.double(), cache, table, starts, seq_lens, 1.0)
+        paged_attention(q.double(), cache, table, starts, seq_lens, Softmax(1.0))
+    with pytest.raises(AssertionError, match=r"sinks torch\.float32 \(3,\) for 4 heads"):
+        paged_attention(q, torch.zeros(2, 2, 2, 16, 64), table, starts, seq_lens, Softmax(1.0, sinks=torch.zeros(3)))

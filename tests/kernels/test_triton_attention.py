@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def batch(
 
 def check(case: Batch, plan: AttentionPlan) -> torch.Tensor:
     out = case.run(plan)
-    expected = paged_attention_reference(*case.operands, case.scale, case.window)
+    expected = paged_attention_reference(*case.operands, case.softmax)
     tolerance = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     return out
@@ -157,6 +158,23 @@ class TestDecode:
         assert torch.equal(case.run(replace(plan, tile=replace(plan.tile, max_splits=7))), case.run(plan))
 
 
+@pytest.mark.parametrize("window", [0, 37, 128])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("deterministic", [False, True])
+class TestSoftCapsAndSinks:
+    def test_prefill(self, window: int, softcap: float, deterministic: bool) -> None:
+        case = batch(((1, 100), (20, 127), (33, 0)), torch.float32, window=window).with_sinks(softcap)
+        check(case, case.plan(case.planner(deterministic=deterministic)))
+
+    def test_decode(self, window: int, softcap: float, deterministic: bool) -> None:
+        case = batch(FEW, torch.float32, window=window).with_sinks(softcap)
+        outs = []
+        for merges in (True, False):
+            plan = case.plan(case.planner(deterministic=deterministic, merges=merges))
+            outs.append(check(case, split_of(case, plan, 64)))
+        assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_batches(seed: int) -> None:
     rng = random.Random(seed)
@@ -190,9 +208,12 @@ class TestFused:
         split: int = 64,
         norm: bool = True,
         padding: tuple[int, int] = (0, 0),
+        softcap: float | None = None,
         **options: bool,
     ) -> None:
+        """`softcap` comes with sinks."""
         case = batch(lengths, dtype, heads, head_dim, block_size, window, padding)
+        case = case if softcap is None else case.with_sinks(softcap)
         angles = torch.arange(600)[:, None] / 10000 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(DEVICE)
         qkv = torch.randn(case.q.shape[0], (heads[0] + 2 * heads[1]) * head_dim).to(DEVICE, dtype)
@@ -207,10 +228,11 @@ class TestFused:
             rotated, *heads, cos_sin, positions, wanted.kv_cache, slots, *(norms or (None, None))
         )
         wanted = replace(wanted, q=rotated.view(qkv.shape[0], -1, head_dim)[:, : heads[0]])
-        expected = paged_attention_reference(*wanted.operands, case.scale, window)
+        expected = paged_attention_reference(*wanted.operands, case.softmax)
         out = decode_attention_fused(
-            qkv, heads[0], cos_sin, norms, 1e-6, case.kv_cache, *case.operands[2:], case.scale, window, plan
-        )
+            qkv, heads[0], cos_sin, norms, 1e-6, case.kv_cache, *case.operands[2:], case.scale, window, plan,
+            softcap=case.softcap, sinks=case.sinks,
+        )  # fmt: skip
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out, expected, rtol=2 * tolerance, atol=2 * tolerance)
         torch.testing.assert_close(case.kv_cache, wanted.kv_cache, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -249,6 +271,10 @@ class TestFused:
     def test_padding(self) -> None:
         self.run(((2, 70), (0, 0), (1, 5)), padding=(2, 4), merges=False)
 
+    @pytest.mark.parametrize("merges", [False, True])
+    def test_soft_caps_and_sinks(self, merges: bool) -> None:
+        self.run(((3, 61), (4, 126), (1, 0)), window=70, softcap=1.5, merges=merges)
+
     @pytest.mark.parametrize("before", [62, 64])
     def test_boxes_never_contain_keys_stored_in_the_same_launch(self, before: int) -> None:
         self.run(((3, before), (1, 200)), block_size=64, keys=32, use_tma=True)
@@ -270,17 +296,24 @@ class TestDeterministic:
         head_dim, window = request.param
         return Sequence.random(290, (4, 2), head_dim, torch.float16), window
 
-    def run(self, parts: list[Part], window: int, block_size: int = 16, seed: int = 0) -> torch.Tensor:
+    def run(
+        self, parts: list[Part], window: int, block_size: int = 16, seed: int = 0, has_sinks: bool = False
+    ) -> torch.Tensor:
         case = Batch.of(parts, block_size, window, seed=seed)
+        case = case.with_sinks(1.5) if has_sinks else case
         return case.run(case.plan(case.planner(deterministic=True)))
 
-    def test_in_prefill_chunks_decode_verification_or_a_batch(self, sequence: tuple[Sequence, int]) -> None:
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_in_prefill_chunks_decode_verification_or_a_batch(
+        self, sequence: tuple[Sequence, int], has_sinks: bool
+    ) -> None:
         own, window = sequence
-        whole = self.run([Part(own, 250, 290)], window)
+        run = partial(self.run, window=window, has_sinks=has_sinks)
+        whole = run([Part(own, 250, 290)])
         for first, last in ((250, 251), (254, 258), (255, 263), (289, 290), (257, 290)):
-            assert torch.equal(self.run([Part(own, first, last)], window), whole[first - 250 : last - 250])
+            assert torch.equal(run([Part(own, first, last)]), whole[first - 250 : last - 250])
         other = Sequence.random(140, (4, 2), own.q.shape[2], torch.float16)
-        batched = self.run([Part(other, 136, 140), Part(own, 255, 260), Part(other, 3, 4)], window)
+        batched = run([Part(other, 136, 140), Part(own, 255, 260), Part(other, 3, 4)])
         assert torch.equal(batched[4:9], whole[5:10])
 
     def test_block_ids_do_not_matter(self, sequence: tuple[Sequence, int]) -> None:

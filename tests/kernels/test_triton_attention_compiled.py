@@ -53,6 +53,8 @@ def common(tile: PrefillTile | DecodeTile, heads: tuple[int, int], head_dim: int
         "dim_tile": triton.next_power_of_2(head_dim),
         "block_size": block_size,
         "window": 0,
+        "softcap": 0.0,
+        "sinks_ptr": None,
         "tile_rows": tile.rows,
         "tile_keys": tile.keys,
         "split": tile.split,

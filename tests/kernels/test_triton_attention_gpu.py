@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.kernels.paged_attention import paged_attention_reference
+from penstock.kernels.paged_attention import Softmax, paged_attention_reference
 from penstock.kernels.triton.attention.launcher import decode_attention_fused, paged_attention
 from penstock.kernels.triton.attention.plan import DecodeTile, PrefillTile
 from penstock.kernels.triton.capabilities import Capabilities
@@ -47,7 +47,7 @@ def test_bfloat16(heads: tuple[int, int], head_dim: int, block_size: int, determ
     case = Batch.of(parts, block_size, padding=(2, 9))
     out = case.run(case.plan(case.planner(deterministic=deterministic)))
     wide = tuple(x.float() if x.is_floating_point() else x for x in case.operands)
-    torch.testing.assert_close(out.float(), paged_attention_reference(*wide, case.scale), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.float(), paged_attention_reference(*wide, Softmax(case.scale)), rtol=2e-2, atol=2e-2)
     assert not out[-9:].any()
 
 

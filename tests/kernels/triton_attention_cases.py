@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.kernels.paged_attention import Softmax
 from penstock.kernels.triton.attention.launcher import paged_attention
 from penstock.kernels.triton.attention.plan import AttentionLimits, AttentionPlan, AttentionPlanner, AttentionShape
 
@@ -47,6 +48,8 @@ class Batch:
     seq_lens: torch.Tensor
     window: int
     max_query_len: int
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -90,6 +93,14 @@ class Batch:
         return self.q.shape[2] ** -0.5
 
     @property
+    def softmax(self) -> Softmax:
+        return Softmax(self.scale, self.window, self.softcap, self.sinks)
+
+    def with_sinks(self, softcap: float) -> Batch:
+        """Sinks are from far below the scores to far above them."""
+        return replace(self, softcap=softcap, sinks=torch.linspace(-3, 5, self.q.shape[1], device=DEVICE))
+
+    @property
     def operands(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.kv_cache, self.block_table, self.query_start_loc, self.seq_lens
 
@@ -103,4 +114,5 @@ class Batch:
         return planner.plan(len(self.seq_lens), self.max_query_len, int(self.seq_lens.max()))
 
     def run(self, plan: AttentionPlan) -> torch.Tensor:
-        return paged_attention(*self.operands, self.scale, self.window, plan)
+        options = {"softcap": self.softcap, "sinks": self.sinks}
+        return paged_attention(*self.operands, self.scale, self.window, plan, **options)

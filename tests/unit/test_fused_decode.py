@@ -56,6 +56,7 @@ MODELS = {
     "mistral": replace(CONFIG, model_type="mistral", layer_windows=(7, 7)),
     "qwen2": replace(CONFIG, model_type="qwen2", tie_word_embeddings=True),
     "qwen3": replace(CONFIG, model_type="qwen3", head_dim=16),
+    "sinks": replace(CONFIG, layer_windows=(7, 0), attn_logit_softcapping=0.5, has_attention_sinks=True),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.kernels.paged_attention import Softmax
 from penstock.messages.kv_cache_spec import KVCacheSpec, KVPlane
 
 
@@ -45,10 +46,16 @@ class AttentionHeads:
     k_norm: Tensor | None = None  # [head_size]
     eps: float = 1e-6
     is_causal: bool = True  # else a token attends to all tokens of its request, as in an encoder
+    softcap: float = 0.0  # as in `Softmax`
+    sinks: Tensor | None = None  # [num_heads] float32, as in `Softmax`
 
     @property
     def keys(self) -> KVPlane:
         return self.spec.planes[0]
+
+    @property
+    def softmax(self) -> Softmax:
+        return Softmax(self.scale, self.spec.sliding_window, self.softcap, self.sinks)
 
     @property
     def value_size(self) -> int:

@@ -17,6 +17,14 @@ class LibraryLimits:
     max_group: int  # query heads per KV head
     dtypes: Collection[str] = ("bfloat16", "float16")
 
+    def check_scores(self, heads: AttentionHeads) -> None:
+        """Raises ConfigError for a layer whose scores have a soft cap or sinks, which Penstock does not pass on."""
+        if heads.softcap or heads.sinks is not None:
+            what = "attention sinks" if heads.sinks is not None else f"attn_logit_softcapping {heads.softcap}"
+            raise ConfigError(
+                f"attention_backend={self.backend} does not serve {what} here: choose attention_backend=triton"
+            )
+
     def check(self, heads: AttentionHeads, block_size: int) -> None:
         """Raises ConfigError for a layer that the kernels do not support."""
         if heads.spec.dtype not in self.dtypes:

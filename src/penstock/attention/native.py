@@ -23,10 +23,10 @@ class NativeAttention:
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         requests = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         if not heads.is_causal:
-            return bidirectional_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale)
+            return bidirectional_attention(queries_of(qkv, heads), kv_cache, *requests, heads.softmax)
         if len(heads.spec.planes) == 1:
-            return latent_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.value_size)
-        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.spec.sliding_window)
+            return latent_attention(queries_of(qkv, heads), kv_cache, *requests, heads.softmax, heads.value_size)
+        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, heads.softmax)
 
 
 def queries_of(qkv: Tensor, heads: AttentionHeads) -> Tensor:

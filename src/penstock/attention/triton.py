@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +56,14 @@ class TritonAttention:
         """See `AttentionBackend.attend`. Raises ConfigError for a shape of heads that the kernels do not support."""
         plan = self._plan(heads, kv_cache, metadata)
         batch = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
+        scores: Any = {"softcap": heads.softcap, "sinks": heads.sinks}
         if isinstance(plan.tile, DecodeTile) and not plan.deterministic:
             norms = None if heads.q_norm is None or heads.k_norm is None else (heads.q_norm, heads.k_norm)
             arguments = (qkv, heads.num_heads, heads.rotary, norms, heads.eps, kv_cache, *batch)
-            return decode_attention_fused(*arguments, heads.scale, heads.spec.sliding_window, plan)
+            return decode_attention_fused(*arguments, heads.scale, heads.spec.sliding_window, plan, **scores)
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         queries = queries_of(qkv, heads)
-        return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan)
+        return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan, **scores)
 
     def _plan(self, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata) -> AttentionPlan:
         _, _, num_kv_heads, block_size, head_size = kv_cache.shape

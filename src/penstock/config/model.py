@@ -8,6 +8,7 @@ Penstock supports the architecture. Both spellings of transformers are accepted:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +44,9 @@ class ModelConfig:
     tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. `rms_norm_eps` is that of
     all norms of a decoder, whatever their kind. With `latent`, the one KV head of size `head_dim` is what the cache
     stores of a token. With `fp8_block` weights are 8-bit floats with a scale for every block of so many rows and
-    columns.
-    `wrapper` is the model type of the multimodal model of which this is the text part.
+    columns. `attn_logit_softcapping` limits attention scores, unless it is 0; sinks are one learned number per query
+    head (`Softmax` in `kernels/paged_attention.py` has the formulas). `wrapper` is the model type of the multimodal
+    model of which this is the text part.
     """
 
     path: Path
@@ -69,6 +71,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
+    attn_logit_softcapping: float = 0.0
+    has_attention_sinks: bool = False
     window_rope: RopeConfig | None = None  # of the layers with a window, if it is not `rope`
     unrotated_layers: tuple[int, ...] = ()
     rotary_factor: float = 1.0
@@ -182,6 +186,8 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         latent=latent,
         experts=read_experts(raw),
         fp8_block=_parse_quantization(path, raw.get("quantization_config")),
+        attn_logit_softcapping=_parse_softcap(raw),
+        has_attention_sinks=raw["model_type"] == "gpt_oss",
         window_rope=ropes.window_rope,
         unrotated_layers=ropes.unrotated_layers,
         rotary_factor=ropes.rotary_factor,
@@ -220,3 +226,13 @@ def _resolve_dtype(asked: str, stored: str) -> str:
     if name not in DTYPES:
         raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}")
     return name
+
+
+def _parse_softcap(raw: dict[str, Any]) -> float:
+    """Returns the limit of attention scores; 0 if there is none."""
+    value = raw.get("attn_logit_softcapping")
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"attn_logit_softcapping must be a positive number or null, got {value!r}")
+    return float(value)

@@ -12,6 +12,8 @@ tests compare with it, and a machine without the native library uses it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
@@ -23,17 +25,31 @@ Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """`block_table`, `query_start_loc` and `seq_lens`, as `paged_attention` takes them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How a row weighs the values that it sees: exp(s) / (sum of exp(s) + exp(sink)) with scores s = scale * q . k.
+
+    With a `softcap` (Gemma 2, arXiv:2408.00118) scores are softcap * tanh(scale / softcap * q . k); 0 means none.
+    `sinks` (gpt-oss, arXiv:2508.10925; the idea is in Xiao et al. 2023, arXiv:2309.17453) are one number for each head,
+    which is not capped: [Hq] float32, or None. A sink is added to the sum after that of all keys, whatever the window.
+    """
+
+    scale: float
+    sliding_window: int = 0  # a query sees this many positions, including its own; 0 is all of them
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
     kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]
     block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
-    scale: float,
-    sliding_window: int = 0,  # a query sees this many positions, including its own; 0 is all of them
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Causal: [T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
-    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, sliding_window, is_causal=True)
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), softmax, is_causal=True)
 
 
 def latent_attention(
@@ -42,11 +58,11 @@ def latent_attention(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    scale: float,
+    softmax: Softmax,
     value_size: int,  # V
 ) -> torch.Tensor:
     """Causal, like `paged_attention`: [T, Hq * V]."""
-    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, 0, value_size, is_causal=True)
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), softmax, value_size, is_causal=True)
 
 
 def bidirectional_attention(
@@ -55,36 +71,38 @@ def bidirectional_attention(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    scale: float,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Does the same, except that a query sees all positions of its request, including later ones."""
-    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, 0, is_causal=False)
+    assert softmax.sliding_window == 0, f"a window of {softmax.sliding_window}"
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), softmax, is_causal=False)
 
 
 def _attend(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     requests: Requests,
-    scale: float,
-    sliding_window: int,
+    softmax: Softmax,
     value_size: int | None = None,
     *,
     is_causal: bool,
 ) -> torch.Tensor:
     value_size = q.shape[2] if value_size is None else value_size
     _check(q, kv_cache, requests, value_size)
+    assert softmax.scale > 0 and softmax.sliding_window >= 0 and softmax.softcap >= 0, f"{softmax}"
+    check_sinks(softmax.sinks, q.shape[1])
     block_table, query_start_loc, seq_lens = requests
-    assert scale > 0 and sliding_window >= 0, f"scale {scale}, sliding window {sliding_window}"
     native = library() if q.is_cpu else None
     if native is None:
-        return _attend_reference(q, kv_cache, requests, scale, sliding_window, value_size, is_causal=is_causal)
+        return _attend_reference(q, kv_cache, requests, softmax, value_size, is_causal=is_causal)
     tokens, num_heads, head_dim = q.shape
     out = q.new_empty((tokens, num_heads * value_size))
-    native.function("paged_attention", "pnppnpppnnnnnnnnnfiii")(
+    native.function("paged_attention", "pnppnppppnnnnnnnnnffiii")(
         q.data_ptr(), q.stride(0), kv_cache.data_ptr(), block_table.data_ptr(), block_table.stride(0),
-        query_start_loc.data_ptr(), seq_lens.data_ptr(), out.data_ptr(),
-        tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, value_size, kv_cache.shape[3],
-        sliding_window, num_threads(), scale, DTYPE_CODES[q.dtype], is_causal, kv_cache.shape[1] == 1,
+        query_start_loc.data_ptr(), seq_lens.data_ptr(), None if softmax.sinks is None else softmax.sinks.data_ptr(),
+        out.data_ptr(), tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, value_size,
+        kv_cache.shape[3], softmax.sliding_window, num_threads(), softmax.scale, softmax.softcap,
+        DTYPE_CODES[q.dtype], is_causal, kv_cache.shape[1] == 1,
     )  # fmt: skip
     return out
 
@@ -95,20 +113,18 @@ def paged_attention_reference(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    scale: float,
-    sliding_window: int = 0,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """`paged_attention` in float32, or in float64 for float64 tensors."""
     requests = (block_table, query_start_loc, seq_lens)
-    return _attend_reference(q, kv_cache, requests, scale, sliding_window, q.shape[2], is_causal=True)
+    return _attend_reference(q, kv_cache, requests, softmax, q.shape[2], is_causal=True)
 
 
 def _attend_reference(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     requests: Requests,
-    scale: float,
-    sliding_window: int,
+    softmax: Softmax,
     value_size: int,
     *,
     is_causal: bool,
@@ -124,8 +140,7 @@ def _attend_reference(
             queries = torch.arange(position, position + end - start, device=q.device)
             if not is_causal:
                 queries = torch.full_like(queries, seq_len - 1)
-            rows = (q[start:end], kv_cache, block_table[request], queries, scale, sliding_window, value_size)
-            out[start:end] = _attend_one(*rows)
+            out[start:end] = _attend_one(q[start:end], kv_cache, block_table[request], queries, softmax, value_size)
     return out.flatten(1)
 
 
@@ -134,8 +149,7 @@ def _attend_one(
     kv_cache: torch.Tensor,
     blocks: torch.Tensor,  # [max_blocks]
     queries: torch.Tensor,  # [n] int64: the last position that each row sees, ascending
-    scale: float,
-    sliding_window: int,
+    softmax: Softmax,
     value_size: int,
 ) -> torch.Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -144,7 +158,8 @@ def _attend_one(
     grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
     first_query, seq_len, queries = int(queries[0]), int(queries[-1]) + 1, queries[:, None]
     state = _SoftmaxState(grouped[..., 0, :value_size])
-    first = max(0, first_query - sliding_window + 1) if sliding_window else 0
+    window, softcap = softmax.sliding_window, softmax.softcap
+    first = max(0, first_query - window + 1) if window else 0
     for tile in range(first // _TILE * _TILE, seq_len, _TILE):
         # Every tile has the full width, however much of it is present, so that all sums have one shape.
         places = torch.arange(tile, tile + _TILE, device=q.device)
@@ -153,10 +168,14 @@ def _attend_one(
         planes = kv_cache[ids, :, :, places % block_size].to(wide).masked_fill(~is_there[:, None, None, None], 0)
         k, v = planes[:, 0], planes[:, -1, :, -value_size:]
         is_seen = is_there & (places <= queries)
-        if sliding_window:
-            is_seen &= places > queries - sliding_window
-        scores = (grouped * k.transpose(0, 1)[:, None]).sum(-1) * scale  # [n, Hkv, group, tile]
+        if window:
+            is_seen &= places > queries - window
+        scores = (grouped * k.transpose(0, 1)[:, None]).sum(-1) * softmax.scale  # [n, Hkv, group, tile]
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         state.add(scores.masked_fill(~is_seen[:, None, None], -torch.inf), v.transpose(0, 1)[:, None])
+    if softmax.sinks is not None:
+        state.add_sinks(softmax.sinks.to(wide).view(num_kv_heads, -1))
     return state.result().reshape(count, num_heads, value_size).to(q.dtype)
 
 
@@ -178,6 +197,10 @@ class _SoftmaxState:
         self._mass = self._mass * kept + weights.sum(-1)
         self._sum = self._sum * kept[..., None] + (weights[..., None] * values).sum(-2)
         self._best = best
+
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Sinks of the heads, broadcast to the rows that have seen something."""
+        self._mass = self._mass + (sinks - self._best).exp()
 
     def result(self) -> torch.Tensor:
         return self._sum / self._mass[..., None]
@@ -207,4 +230,10 @@ def _check(q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, value_si
     )
     assert block_table.stride(1) == 1 and query_start_loc.is_contiguous() and seq_lens.is_contiguous(), (
         f"block table has strides {block_table.stride()}"
+    )
+
+
+def check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous()), (
+        f"sinks {sinks.dtype} {tuple(sinks.shape)} for {num_heads} heads"
     )

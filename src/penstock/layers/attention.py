@@ -17,7 +17,8 @@ WORKSPACE = "workspace"
 
 
 class PagedAttention:
-    """A rank's `own` heads. Its only weights are the optional per-head norms of queries and keys (Qwen3).
+    """A rank's `own` heads. Its only weights are optional: per-head norms of queries and keys (Qwen3), and the sinks of
+    these heads (gpt-oss), [own queries] float32.
 
     Latent attention stores one vector for each token, which is key and, after its rotated dimensions, value.
     """
@@ -30,10 +31,12 @@ class PagedAttention:
         own: HeadShare,
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.name = f"model.layers.{layer}.self_attn"
         norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": config.rms_norm_eps}
-        self._heads = _heads(config, own, rotary, config.layer_windows[layer], **norms)
+        scores = {"softcap": config.attn_logit_softcapping, "sinks": sinks}
+        self._heads = _heads(config, own, rotary, config.layer_windows[layer], **norms, **scores)
         self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -92,7 +92,8 @@ class GroupedQueryAttention:
             stored_as=variant.stored_as,
             order=_order_of_halves(config, own) if variant.has_pairs else None,
         )
-        self.attend = PagedAttention(config, layer, rotary, own, *norms)
+        sinks = _read_sinks(num_heads, own.queries, weights) if config.has_attention_sinks else None
+        self.attend = PagedAttention(config, layer, rotary, own, *norms, sinks=sinks)
         self.query_scales = _query_scales(config).to(weights.device) if config.multipliers.query_beta else None
         self.out = weights.joining_linear(
             "o_proj", hidden, [len(each.queries) * size for each in heads], config.attention_bias and variant.out_bias
@@ -163,6 +164,11 @@ _ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     GELU: gelu_and_mul,
     GELU_TANH: partial(gelu_and_mul, is_tanh=True),
 }
+
+
+def _read_sinks(num_heads: int, own: range, weights: Weights) -> torch.Tensor:
+    """Returns [own heads] float32."""
+    return replace(weights, dtype=torch.float32).tensors({"sinks": num_heads}, own={"sinks": own})
 
 
 class GatedMLP:

@@ -3,7 +3,7 @@
 // A query row processes the tiles of keys it sees in ascending order, each tile kTile keys that begin at a multiple of
 // kTile, with one online softmax; nothing in this depends on other rows, on the location of blocks or on the threads. A
 // tile that a row does not see at all leaves its state unchanged, bit for bit, so rows that share a work item may begin
-// and end at different tiles.
+// and end at different tiles. A sink is added to the denominator after the last tile.
 #include "attention_bf16.h"
 #include "attention_float.h"
 #include "pool.h"
@@ -17,16 +17,19 @@ struct Attention {
     const int32_t* block_table;      // [R, table_stride]
     const int32_t* query_start_loc;  // [R + 1]
     const int32_t* seq_lens;         // [R]
+    const float* sinks;              // [num_heads], or null
     void* out;                       // [T, num_heads * value_dim]
     int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, value_dim, block_size, window,
         threads;
-    float scale;
+    float scale, softcap;  // scores are scale q k^T; with a softcap > 0, softcap tanh(scale / softcap q k^T)
     bool causal;  // else every row sees all keys of its request, and there is no window
     bool latent;  // one plane, whose keys end in their values; else keys and values are two planes
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t query_len(int64_t request) const { return query_start_loc[request + 1] - query_start_loc[request]; }
     Shape shape() const { return {head_dim, value_dim, block_size}; }
+    // Of the numbers that softmax takes: products of queries and keys, or their hyperbolic tangents.
+    float scale_log2e() const { return (softcap > 0 ? softcap : scale) * 1.44269504f; }
 };
 
 // Part of one request: consecutive query rows of one KV head, or a few rows of each of several KV heads. The query
@@ -253,8 +256,11 @@ private:
         }
         float* acc = acc_ + index * kGroup * padded_dim_;
         engine_.scores(index, group.rows, scores_);
-        softmax(scores_, group.rows, from, to, a_.scale * 1.44269504f, group.softmax, engine_.weights(), acc,
-                padded_dim_);
+        if (a_.softcap > 0) {
+            const Vec factor = splat(a_.scale / a_.softcap);
+            for (int i = 0; i < group.rows * kTile; i += kLanes) store(scores_ + i, tanh(load(scores_ + i) * factor));
+        }
+        softmax(scores_, group.rows, from, to, a_.scale_log2e(), group.softmax, engine_.weights(), acc, padded_dim_);
         engine_.accumulate(group.rows, acc);
     }
 
@@ -267,11 +273,19 @@ private:
                 const int64_t token = a_.query_start_loc[item.request] + (group.first_row + i) / a_.group();
                 T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + query_head(group, i)) * a_.value_dim;
                 const float* acc = acc_ + (index * kGroup + i) * padded_dim_;
-                const Vec inverse = splat(1.0f / sum(group.softmax.denominator[i]));
+                const Vec inverse = splat(1.0f / denominator(group, i));
                 // Weights of zero may have turned -0 into +0: adding +0 makes them one.
                 for (int64_t d = 0; d < a_.value_dim; d += kLanes)
                     store_first(out + d, load(acc + d) * inverse + splat(0), a_.value_dim - d);
             }
+    }
+
+    // Of a row that has processed all its tiles.
+    float denominator(const Group& group, int row) const {
+        const float keys = sum(group.softmax.denominator[row]);
+        if (!a_.sinks) return keys;
+        const float sink = a_.sinks[query_head(group, row)] * 1.44269504f;
+        return keys + first_lane(exp2(splat(sink - group.softmax.largest[row] * a_.scale_log2e())));
     }
 
     const Attention& a_;
@@ -321,13 +335,13 @@ using namespace penstock::ISA;
 
 PENSTOCK_EXPORT(void, paged_attention)
 (const void* q, int64_t q_stride, const void* kv_cache, const int32_t* block_table, int64_t table_stride,
- const int32_t* query_start_loc, const int32_t* seq_lens, void* out, int64_t tokens, int64_t requests,
- int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size, int64_t window,
- int64_t threads, float scale, int32_t dtype, int32_t causal, int32_t latent) {
-    const Attention attention{q,         kv_cache,     block_table, query_start_loc, seq_lens,  out,
-                              q_stride,  table_stride, tokens,      requests,        num_heads, num_kv_heads,
-                              head_dim,  value_dim,    block_size,  window,          threads,   scale,
-                              causal != 0, latent != 0};
+ const int32_t* query_start_loc, const int32_t* seq_lens, const float* sinks, void* out, int64_t tokens,
+ int64_t requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size,
+ int64_t window, int64_t threads, float scale, float softcap, int32_t dtype, int32_t causal, int32_t latent) {
+    const Attention attention{q,         kv_cache,    block_table,  query_start_loc, seq_lens,  sinks,
+                              out,       q_stride,    table_stride, tokens,          requests,  num_heads,
+                              num_kv_heads, head_dim, value_dim,    block_size,      window,    threads,
+                              scale,     softcap,     causal != 0,  latent != 0};
     switch (dtype) {
         case kFloat32: return attend<FloatEngine<float>>(attention);
         case kFloat16: return attend<FloatEngine<f16>>(attention);

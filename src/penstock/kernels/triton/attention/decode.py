@@ -34,10 +34,10 @@ def launch_decode(q: torch.Tensor, operands: Operands, tile: DecodeTile, workspa
     num_reqs = operands.seq_lens.shape[0]
     _decode[(num_reqs * tile.row_tiles, num_kv_heads, tile.max_splits)](
         q, operands.kv_cache, operands.box, operands.block_table, operands.query_start_loc, operands.seq_lens,
-        operands.out, workspace.parts, workspace.stats, workspace.counters, operands.scale,
+        operands.sinks, operands.out, workspace.parts, workspace.stats, workspace.counters, operands.scale,
         num_tokens, num_reqs, operands.block_table.stride(0), tile.max_splits, q.stride(0),
         num_heads // num_kv_heads, num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
-        block_size, operands.sliding_window, tile.rows, tile.row_tiles,
+        block_size, operands.sliding_window, operands.softcap, tile.rows, tile.row_tiles,
         tile.merge_rows, tile.keys, tile.split, tile.use_tma,
         tile.merges, "ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
@@ -51,7 +51,8 @@ def launch_merge(operands: Operands, tile: DecodeTile, workspace: Workspace) -> 
         return
     num_kv_heads, _, head_dim = operands.kv_cache.shape[2:]
     _merge[(operands.seq_lens.shape[0] * tile.row_tiles, num_kv_heads)](
-        operands.query_start_loc, operands.seq_lens, operands.out, workspace.parts, workspace.stats, tile.max_splits,
+        operands.query_start_loc, operands.seq_lens, operands.sinks, operands.out, workspace.parts, workspace.stats,
+        tile.max_splits,
         operands.out.shape[1] // (num_kv_heads * head_dim), num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
         operands.sliding_window, tile.rows, tile.row_tiles, tile.merge_rows,
         tile.split,
@@ -63,12 +64,12 @@ def launch_merge(operands: Operands, tile: DecodeTile, workspace: Workspace) -> 
     do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"], do_not_specialize_on_alignment=BATCH
 )
 def _decode(
-    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, out_ptr, parts_ptr, stats_ptr, counters_ptr, scale,
-    num_tokens, num_reqs, table_stride, max_splits, q_stride,
+    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr, counters_ptr,
+    scale, num_tokens, num_reqs, table_stride, max_splits, q_stride,
     group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
-    block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr, row_tiles: tl.constexpr,
-    merge_rows: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr, use_tma: tl.constexpr,
-    merges: tl.constexpr, precision: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr, tile_rows: tl.constexpr,
+    row_tiles: tl.constexpr, merge_rows: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr,
+    use_tma: tl.constexpr, merges: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
     kv_head, index = tl.program_id(1), tl.program_id(2)
@@ -92,18 +93,18 @@ def _decode(
         q, seq_len - count + query, count, seq_len, index, cache_ptr + kv_head * (block_size * head_dim), box, kv_head,
         row_table_ptr, first_ids(row_table_ptr, count, seq_len, index, window, tile_keys, split, block_size),
         seq_len - count + 1, scale,
-        num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
+        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, split, use_tma, precision,
     )  # fmt: skip
     counter_ptr = counters_ptr + tl.program_id(0) * num_kv_heads + kv_head
     finish_split(
-        acc, best, mass, out_ptr, parts_ptr, stats_ptr, counter_ptr, start, count, tile, kv_head, index, first, last,
-        max_splits, group, num_kv_heads, head_dim, merge_rows, merges,
+        acc, best, mass, out_ptr, sinks_ptr, parts_ptr, stats_ptr, counter_ptr, start, count, tile, kv_head, index,
+        first, last, max_splits, group, num_kv_heads, head_dim, merge_rows, merges,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=BATCH[1:])
 def _merge(
-    starts_ptr, seq_lens_ptr, out_ptr, parts_ptr, stats_ptr, max_splits,
+    starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr, max_splits,
     group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
     window: tl.constexpr, tile_rows: tl.constexpr, row_tiles: tl.constexpr, merge_rows: tl.constexpr,
     split: tl.constexpr,
@@ -115,4 +116,6 @@ def _merge(
     if first < last:
         query, head, is_row = rows_of_tile(count, tile, tl.program_id(1), merge_rows, tile_rows, group)
         place = (start + query).to(tl.int64) * (group * num_kv_heads) + head
-        merge_parts(parts_ptr, stats_ptr, out_ptr, place, is_row, first, last, max_splits, head_dim, dim_tile)
+        merge_parts(
+            parts_ptr, stats_ptr, out_ptr, sinks_ptr, place, head, is_row, first, last, max_splits, head_dim, dim_tile
+        )  # fmt: skip

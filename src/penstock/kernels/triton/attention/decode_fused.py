@@ -52,11 +52,11 @@ def launch_decode_fused(
     options = {"launch_pdl": True} if tile.pdl else {}
     _decode_fused[(num_reqs * tile.row_tiles, num_kv_heads, tile.max_splits)](
         qkv, operands.kv_cache, operands.box, cos_sin, q_norm, k_norm, operands.block_table, operands.query_start_loc,
-        operands.seq_lens, operands.out,
+        operands.seq_lens, operands.sinks, operands.out,
         workspace.parts, workspace.stats, workspace.counters, eps, operands.scale,
         qkv.shape[0], num_reqs, operands.block_table.stride(0), tile.max_splits,
         operands.out.shape[1] // (num_kv_heads * head_dim), num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
-        cos_sin.shape[1], block_size, operands.sliding_window, tile.rows,
+        cos_sin.shape[1], block_size, operands.sliding_window, operands.softcap, tile.rows,
         tile.row_tiles, tile.merge_rows, triton.next_power_of_2(tile.max_query_len), tile.keys,
         tile.split, norms is not None, tile.use_tma, tile.merges, tile.pdl,
         "ieee" if qkv.dtype == torch.float32 else "tf32",
@@ -138,13 +138,14 @@ def _store_new(
     do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"], do_not_specialize_on_alignment=BATCH
 )
 def _decode_fused(
-    qkv_ptr, cache_ptr, box, cos_sin_ptr, q_norm_ptr, k_norm_ptr, table_ptr, starts_ptr, seq_lens_ptr, out_ptr,
-    parts_ptr, stats_ptr, counters_ptr, eps, scale, num_tokens, num_reqs, table_stride, max_splits,
+    qkv_ptr, cache_ptr, box, cos_sin_ptr, q_norm_ptr, k_norm_ptr, table_ptr, starts_ptr, seq_lens_ptr,
+    sinks_ptr, out_ptr, parts_ptr, stats_ptr, counters_ptr, eps, scale,
+    num_tokens, num_reqs, table_stride, max_splits,
     group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
-    rotary_dim: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr,
-    row_tiles: tl.constexpr, merge_rows: tl.constexpr, new_tile: tl.constexpr, tile_keys: tl.constexpr,
-    split: tl.constexpr, has_norm: tl.constexpr, use_tma: tl.constexpr, merges: tl.constexpr, pdl: tl.constexpr,
-    precision: tl.constexpr,
+    rotary_dim: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr,
+    tile_rows: tl.constexpr, row_tiles: tl.constexpr, merge_rows: tl.constexpr, new_tile: tl.constexpr,
+    tile_keys: tl.constexpr, split: tl.constexpr, has_norm: tl.constexpr, use_tma: tl.constexpr, merges: tl.constexpr,
+    pdl: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
@@ -190,10 +191,10 @@ def _decode_fused(
     tl.debug_barrier()
     acc, best, mass = attend_split(
         q, position, count, seq_len, index, keys_ptr, box, kv_head, row_table_ptr, ids, oldest, scale,
-        num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
+        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, split, use_tma, precision,
     )  # fmt: skip
     counter_ptr = counters_ptr + tl.program_id(0) * num_kv_heads + kv_head
     finish_split(
-        acc, best, mass, out_ptr, parts_ptr, stats_ptr, counter_ptr, start, count, tile, kv_head, index, first, last,
-        max_splits, group, num_kv_heads, head_dim, merge_rows, merges,
+        acc, best, mass, out_ptr, sinks_ptr, parts_ptr, stats_ptr, counter_ptr, start, count, tile, kv_head, index,
+        first, last, max_splits, group, num_kv_heads, head_dim, merge_rows, merges,
     )  # fmt: skip

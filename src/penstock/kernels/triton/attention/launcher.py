@@ -11,6 +11,7 @@ import math
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from penstock.kernels.paged_attention import check_sinks
 from penstock.kernels.triton.attention.decode import launch_decode
 from penstock.kernels.triton.attention.decode_fused import launch_decode_fused
 from penstock.kernels.triton.attention.plan import AttentionPlan, DecodeTile, Operands, PrefillTile
@@ -29,15 +30,18 @@ def paged_attention(
     sliding_window: int,  # a query sees this many positions, including its own; 0 is all of them
     plan: AttentionPlan,  # made for at least these query lengths and contexts, and this many requests
     out: torch.Tensor | None = None,  # [T, Hq * D]
+    softcap: float = 0.0,  # as in `Softmax` of the wrapper
+    sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> torch.Tensor:
     """Returns [T, Hq * D], in `out` if given; rows after query_start_loc[R] are zeros."""
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1 and q.stride(1) == head_dim, f"q has strides {q.stride()}"
     assert q.dtype == kv_cache.dtype and num_heads % kv_cache.shape[2] == 0, f"{num_heads} heads of {q.dtype}"
     _check(kv_cache, head_dim, block_table, query_start_loc, seq_lens)
+    check_sinks(sinks, num_heads)
     out = _out_like(q, num_tokens, num_heads * head_dim, out)
     tile = plan.tile
-    batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window)
+    batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window, softcap, sinks)
     operands = Operands(kv_cache, _box(kv_cache, tile), *batch, out)
     if isinstance(tile, PrefillTile):
         launch_prefill(q, operands, tile)
@@ -60,6 +64,8 @@ def decode_attention_fused(
     sliding_window: int,
     plan: AttentionPlan,
     out: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_and_store_kv`, then `paged_attention`, in one kernel, for a plan of decode that is not deterministic.
 
@@ -76,8 +82,9 @@ def decode_attention_fused(
         f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
     )
     _check(kv_cache, head_dim, block_table, query_start_loc, seq_lens)
+    check_sinks(sinks, num_heads)
     out = _out_like(qkv, qkv.shape[0], num_heads * head_dim, out)
-    batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window)
+    batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window, softcap, sinks)
     operands = Operands(kv_cache, _box(kv_cache, tile), *batch, out)
     launch_decode_fused(qkv, cos_sin, norms, eps, operands, tile, plan.workspace)
     return out

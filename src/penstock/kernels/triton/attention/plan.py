@@ -94,6 +94,8 @@ class Operands:
     seq_lens: torch.Tensor  # [R] int32
     scale: float  # times log2(e)
     sliding_window: int
+    softcap: float
+    sinks: torch.Tensor | None  # [Hq] float32
     out: torch.Tensor  # [T, Hq * D], written
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from penstock.kernels.triton.attention.plan import Operands, PrefillTile
 from penstock.kernels.triton.attention.splits import attend_split, first_ids, seen_splits
-from penstock.kernels.triton.attention.tiles import BATCH, fresh_state, merge, walk_phases
+from penstock.kernels.triton.attention.tiles import BATCH, fresh_state, merge, walk_phases, with_sinks
 
 
 def launch_prefill(q: torch.Tensor, operands: Operands, tile: PrefillTile) -> None:
@@ -31,10 +31,10 @@ def launch_prefill(q: torch.Tensor, operands: Operands, tile: PrefillTile) -> No
     tiles = num_tokens // (tile.rows // group) + num_reqs + 1
     _prefill[(tiles, num_kv_heads)](
         q, operands.kv_cache, operands.box, operands.block_table, operands.query_start_loc, operands.seq_lens,
-        operands.out, operands.scale,
+        operands.sinks, operands.out, operands.scale,
         num_tokens, num_reqs, operands.block_table.stride(0), q.stride(0),
         group, num_kv_heads, head_dim, triton.next_power_of_2(head_dim),
-        block_size, operands.sliding_window, tile.rows, tile.keys,
+        block_size, operands.sliding_window, operands.softcap, tile.rows, tile.keys,
         tile.split, tile.use_tma, "ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
@@ -55,11 +55,11 @@ def _find_request(starts_ptr, tile, num_reqs, queries: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride"], do_not_specialize_on_alignment=BATCH)
 def _prefill(
-    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, out_ptr, scale,
+    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, scale,
     num_tokens, num_reqs, table_stride, q_stride,
     group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
-    block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr, tile_keys: tl.constexpr,
-    split: tl.constexpr, use_tma: tl.constexpr, precision: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr, tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr, split: tl.constexpr, use_tma: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     queries: tl.constexpr = tile_rows // group
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -96,7 +96,7 @@ def _prefill(
         acc, best, mass = walk_phases(
             acc, best, mass, q, before + query, keys_ptr, box, kv_head, row_table_ptr, oldest, end, oldest + 1,
             0, end, scale,
-            num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+            num_kv_heads, head_dim, block_size, window, softcap, tile_keys, use_tma, precision,
         )  # fmt: skip
     else:
         first, last = seen_splits(end, end - oldest, window, split)
@@ -104,8 +104,9 @@ def _prefill(
             ids = first_ids(row_table_ptr, end - oldest, end, index, window, tile_keys, split, block_size)
             part_acc, part_best, part_mass = attend_split(
                 q, before + query, end - oldest, end, index, keys_ptr, box, kv_head, row_table_ptr, ids, oldest + 1,
-                scale, num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
+                scale, num_kv_heads, head_dim, block_size, window, softcap, tile_keys, split, use_tma, precision,
             )  # fmt: skip
             acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
+    mass = with_sinks(mass, best, sinks_ptr, head, is_row)
     out = acc / tl.where(is_row, mass, 1.0)[:, None]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_inside)

@@ -15,7 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.attention.tiles import block_ids, fresh_state, id_of_key, merge, walk, walk_phases
+from penstock.kernels.triton.attention.tiles import (
+    block_ids,
+    fresh_state,
+    id_of_key,
+    merge,
+    walk,
+    walk_phases,
+    with_sinks,
+)
 
 
 @triton.jit
@@ -90,6 +98,7 @@ def attend_split(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
+    softcap: tl.constexpr,
     tile_keys: tl.constexpr,
     split: tl.constexpr,
     use_tma: tl.constexpr,
@@ -101,14 +110,15 @@ def attend_split(
     if use_tma:
         acc, best, mass = walk_phases(
             acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, seq_len - count, seq_len,
-            whole, low, low + split, scale, num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+            whole, low, low + split, scale, num_kv_heads, head_dim, block_size, window, softcap, tile_keys, use_tma,
+            precision,
         )  # fmt: skip
     else:
         # One masked loop: the loads dominate, and a single loop keeps them in flight to its end.
         low, high, first = _bounds(count, seq_len, index, window, tile_keys, split)
         acc, best, mass = walk(
             acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, ids, low, high, first, scale,
-            num_kv_heads, head_dim, block_size, window, tile_keys, True, False, precision,
+            num_kv_heads, head_dim, block_size, window, softcap, tile_keys, True, False, precision,
         )  # fmt: skip
     return acc, best, mass
 
@@ -122,7 +132,9 @@ def rows_of_tile(count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constex
 
 
 @triton.jit
-def write_rows(out_ptr, place, is_row, acc, mass, head_dim: tl.constexpr):
+def write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, head_dim: tl.constexpr):
+    """`place` [rows] int64 is a row's token and head, `head` [rows] the head alone."""
+    mass = with_sinks(mass, best, sinks_ptr, head, is_row)
     column = tl.arange(0, acc.shape[1])
     target = out_ptr + (place * head_dim)[:, None] + column[None, :]
     # A row of the tile that is not a query may have seen nothing.
@@ -145,7 +157,7 @@ def leave_part(
 
 @triton.jit
 def merge_parts(
-    parts_ptr, stats_ptr, out_ptr, place, is_row, first, last, max_splits,
+    parts_ptr, stats_ptr, out_ptr, sinks_ptr, place, head, is_row, first, last, max_splits,
     head_dim: tl.constexpr, dim_tile: tl.constexpr,
 ):  # fmt: skip
     """Merges the states of splits `first` to `last` in this order, and writes the rows."""
@@ -158,7 +170,7 @@ def merge_parts(
         part_best = tl.load(stats_ptr + slot * 2, mask=is_row, other=0.0)
         part_mass = tl.load(stats_ptr + slot * 2 + 1, mask=is_row, other=1.0)
         acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
-    write_rows(out_ptr, place, is_row, acc, mass, head_dim)
+    write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, head_dim)
 
 
 @triton.jit
@@ -167,6 +179,7 @@ def finish_split(
     best,
     mass,
     out_ptr,
+    sinks_ptr,  # one number per head, or None
     parts_ptr,
     stats_ptr,
     counter_ptr,  # of this tile of rows
@@ -189,7 +202,7 @@ def finish_split(
     query, head, is_row = rows_of_tile(count, tile, kv_head, acc.shape[0], acc.shape[0], group)
     place = (start + query).to(tl.int64) * num_heads + head
     if first == last:
-        write_rows(out_ptr, place, is_row, acc, mass, head_dim)
+        write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, head_dim)
     else:
         leave_part(parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, head_dim)
         if merges:
@@ -200,7 +213,8 @@ def finish_split(
                 query_here, head_here, is_here = rows_of_tile(count, tile, kv_head, merge_rows, acc.shape[0], group)
                 place_here = (start + query_here).to(tl.int64) * num_heads + head_here
                 merge_parts(
-                    parts_ptr, stats_ptr, out_ptr, place_here, is_here, first, last, max_splits, head_dim, acc.shape[1]
+                    parts_ptr, stats_ptr, out_ptr, sinks_ptr, place_here, head_here, is_here, first, last, max_splits,
+                    head_dim, acc.shape[1],
                 )  # fmt: skip
 
 

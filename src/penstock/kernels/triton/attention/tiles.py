@@ -6,7 +6,9 @@ z = scale * log2(e) * (q . k) (Milakov and Gimelshein 2018, arXiv:1805.02867, in
     best' = max(best, max z)    kept = exp2(best - best')    weights = exp2(z - best')
     mass' = mass * kept + sum weights    acc' = acc * kept + weights @ v
 
-The result is acc / mass. Two such states of disjoint positions are merged by the same formula (`merge`).
+The result is acc / mass. Two such states of disjoint positions are merged by the same formula (`merge`). With a
+softcap, z = softcap * log2(e) * tanh(scale / softcap * (q . k)). A sink is added to mass after all positions
+(`with_sinks`).
 
 What a row's bits depend on. Every elementwise operation has the rounding given by the source: fused multiply-adds are
 explicit, and kernels are compiled without any other contraction (`enable_fp_fusion=False`). A maximum has no rounding.
@@ -33,6 +35,8 @@ import triton.language as tl
 BATCH = ["table_ptr", "starts_ptr", "seq_lens_ptr"]
 """Kernel arguments that may be views of larger buffers with any alignment; kernels are not specialised on it."""
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def fresh_state(rows: tl.constexpr, dim_tile: tl.constexpr):
@@ -57,6 +61,15 @@ def merge(acc, best, mass, part_acc, part_best, part_mass):
 
 
 @triton.jit
+def with_sinks(mass, best, sinks_ptr, head, is_row):
+    """Returns the sums of rows that have seen all their positions, with the sinks of their heads if there are any."""
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
+        mass += tl.exp2(sinks * _LOG2_E - best)
+    return mass
+
+
+@triton.jit
 def _attend_tile(
     q,  # [rows, dim_tile]
     k,  # [tile_keys, dim_tile]
@@ -66,10 +79,15 @@ def _attend_tile(
     mass,
     scale,  # of q . k, times log2(e)
     is_seen,  # [rows, tile_keys], read where is_masked
+    softcap: tl.constexpr,
     is_masked: tl.constexpr,
     precision: tl.constexpr,
 ):
     scores = tl.dot(q, tl.trans(k), input_precision=precision)
+    if softcap > 0:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), whose absolute error is that of a rounding of 1.
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 / softcap))))
+        scale = tl.full([], softcap * _LOG2_E, tl.float32)
     if is_masked:
         scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1) * scale)
@@ -136,6 +154,7 @@ def walk(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
+    softcap: tl.constexpr,
     tile_keys: tl.constexpr,
     is_masked: tl.constexpr,  # else every row sees all positions in [low, high), which are whole tiles
     use_tma: tl.constexpr,  # whole tiles of one block each
@@ -171,7 +190,7 @@ def walk(
         is_seen = keys[None, :] <= position[:, None]
         if window > 0:
             is_seen &= keys[None, :] > position[:, None] - window
-        acc, best, mass = _attend_tile(q, k, v, acc, best, mass, scale, is_seen, is_masked, precision)
+        acc, best, mass = _attend_tile(q, k, v, acc, best, mass, scale, is_seen, softcap, is_masked, precision)
         ids = next_ids
     return acc, best, mass
 
@@ -197,6 +216,7 @@ def walk_phases(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
+    softcap: tl.constexpr,
     tile_keys: tl.constexpr,
     use_tma: tl.constexpr,
     precision: tl.constexpr,
@@ -212,18 +232,18 @@ def walk_phases(
         acc, best, mass = walk(
             acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
             block_ids(table_ptr, low, inner, tile_keys, block_size), low, inner, first, scale,
-            num_kv_heads, head_dim, block_size, window, tile_keys, True, False, precision,
+            num_kv_heads, head_dim, block_size, window, softcap, tile_keys, True, False, precision,
         )  # fmt: skip
     end = tl.minimum(end, high)
     outer = tl.minimum(tl.maximum(whole // tile_keys * tile_keys, inner), high)
     acc, best, mass = walk(
         acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
         block_ids(table_ptr, inner, outer, tile_keys, block_size), inner, outer, first, scale,
-        num_kv_heads, head_dim, block_size, window, tile_keys, False, use_tma, precision,
+        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, False, use_tma, precision,
     )  # fmt: skip
     acc, best, mass = walk(
         acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
         block_ids(table_ptr, outer, end, tile_keys, block_size), outer, end, first, scale,
-        num_kv_heads, head_dim, block_size, window, tile_keys, True, False, precision,
+        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, True, False, precision,
     )  # fmt: skip
     return acc, best, mass
