@@ -195,6 +195,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            **GQA,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 25,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -374,6 +384,10 @@ def make_encoder_checkpoint(
 def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str, Any], save: dict[str, Any]) -> Path:
     model_type, differences = {**CHECKPOINTS, **ENCODERS}[name]
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differences, **fields})
+    return _save(config, path, kind, dtype, save)
+
+
+def _save(config: Any, path: Path, kind: Any, dtype: torch.dtype, save: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -45,6 +45,7 @@ FAMILIES = (
     "exaone4",
     "ministral3",
     "cohere2",
+    "gemma2",
     "gemma3",
 )
 NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
@@ -101,7 +102,7 @@ PAIRS = {
     "more ranks of P": ((3, 2, 16), (2, 1, 16)),
 }
 # With windows in some layers, a request needs blocks of two groups.
-WITH_TWO_GROUPS = ("olmo3", "exaone4", "cohere2", "gemma3")
+WITH_TWO_GROUPS = ("olmo3", "exaone4", "cohere2", "gemma2", "gemma3")
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
 ALWAYS = {
     ("olmo2", "three ranks, drafts"),

@@ -12,14 +12,28 @@ from transformers.cache_utils import MtpCache
 
 from penstock import LLM, SamplingParams
 from penstock.models.mtp import MultiTokenPredictor
-from tests.integration.checkpoints import CHECKPOINTS, COMMON, make_checkpoint, make_mtp_checkpoint
+from tests.integration.checkpoints import (
+    CHECKPOINTS,
+    COMMON,
+    make_checkpoint,
+    make_mtp_checkpoint,
+)
 
 NUM_STEPS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
 
 # Pools that hold one long request but not two; a window needs few blocks, and two groups need two tables.
 NUM_BLOCKS = {"mistral-window": 9, "phi3-partial": 9}
-WITH_TWO_GROUPS = ("qwen2-hybrid-window", "smollm3-window", "olmo3", "exaone4", "cohere2", "gemma3")
+WITH_TWO_GROUPS = (
+    "qwen2-hybrid-window",
+    "smollm3-window",
+    "olmo3",
+    "exaone4",
+    "cohere2",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+)
 NUM_BLOCKS.update(dict.fromkeys(WITH_TWO_GROUPS, 20))
 
 

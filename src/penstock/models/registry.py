@@ -71,6 +71,8 @@ MODELS = {
     "cohere2": Architecture(
         _attention(has_pairs=True), dense_mlp, layer_norm, NormNames(feed_forward=None), is_parallel=True
     ),
+    # Gemma 2 (Gemma Team 2024, arXiv:2408.00118): norms on both sides of the parts, and soft caps.
+    "gemma2": Architecture(GroupedQueryAttention, dense_mlp, rms_norm_from_one, _SANDWICH),
     # Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms on both sides of the parts, and two rotations.
     "gemma3_text": Architecture(_attention(head_norms=rms_norm_from_one), dense_mlp, rms_norm_from_one, _SANDWICH),
     # Qwen3 with experts, from the same report.
