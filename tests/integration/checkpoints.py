@@ -257,6 +257,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": None,
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **GQA,
+            "num_attention_heads": 6,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 72,
+            "sliding_window": 26,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
     # Groups of experts; the first layer is dense.
     "deepseek-v2": (
         "deepseek_v2",

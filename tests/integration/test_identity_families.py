@@ -47,8 +47,9 @@ FAMILIES = (
     "cohere2",
     "gemma2",
     "gemma3",
+    "gpt-oss",
 )
-NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10}
+NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10, "gpt-oss": 6}
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash")
 MAX_TOKENS = 12
@@ -102,7 +103,7 @@ PAIRS = {
     "more ranks of P": ((3, 2, 16), (2, 1, 16)),
 }
 # With windows in some layers, a request needs blocks of two groups.
-WITH_TWO_GROUPS = ("olmo3", "exaone4", "cohere2", "gemma2", "gemma3")
+WITH_TWO_GROUPS = ("olmo3", "exaone4", "cohere2", "gemma2", "gemma3", "gpt-oss")
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
 ALWAYS = {
     ("olmo2", "three ranks, drafts"),
@@ -110,6 +111,10 @@ ALWAYS = {
     ("gemma3", "ranks of stages"),
     ("gemma3", "a tier"),
     ("gemma3", "ranks of D"),
+    ("gpt-oss", "two ranks"),
+    ("gpt-oss", "stages"),
+    ("gpt-oss", "a tier"),
+    ("gpt-oss", "ranks of P"),
 }
 Answer = tuple[list[int], list[dict[int, float]]]
 

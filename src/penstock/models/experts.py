@@ -27,13 +27,13 @@ from penstock.config.expert_parallel import SPARE
 from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.dispatch import is_interpreted
-from penstock.kernels.experts import ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
+from penstock.kernels.experts import Biases, ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
 from penstock.models.decoder import DecoderLayer
-from penstock.models.parts import FeedForward, GatedMLP, dense_mlp
+from penstock.models.parts import FeedForward, GatedMLP, dense_mlp, halves_of_pairs
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
 from penstock.utils.errors import ConfigError
@@ -56,10 +56,12 @@ class _Names:
     gate: str
     up: str
     down: str
+    router: str = "gate"
 
 
 # The second are Mixtral's.
 _LAYOUTS = (_Names("mlp", "gate_proj", "up_proj", "down_proj"), _Names("block_sparse_moe", "w1", "w3", "w2"))
+_GPT_OSS = _Names("mlp", "gate_proj", "up_proj", "down_proj", router="router")
 
 
 class Experts:
@@ -75,7 +77,7 @@ class Experts:
         weights = weights / names.part
         self.name = weights.prefix.removesuffix(".")
         self.config = experts
-        self.router_logits = _read_router(experts, hidden, weights)
+        self.router_logits = _read_router(experts, hidden, weights, names.router)
         self.route = Router(experts, _read_correction(experts, weights))
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
@@ -210,6 +212,8 @@ class _SharedMLP:
 
 
 def _find_names(config: ModelConfig, weights: Weights) -> _Names:
+    if config.experts is not None and config.experts.has_biases:
+        return _GPT_OSS
     for names in _LAYOUTS:
         if weights.has(f"{names.part}.gate.weight"):
             return names
@@ -217,9 +221,9 @@ def _find_names(config: ModelConfig, weights: Weights) -> _Names:
     raise ConfigError(f"{config.path} has no router {routers}: the checkpoint is incomplete or another model's")
 
 
-def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights) -> Linear:
-    bias = weights.tensor("gate.bias", experts.num_experts) if experts.has_router_bias else None
-    return weights.linear_of("gate", weights.tensor("gate.weight", experts.num_experts, hidden), bias, is_wide=True)
+def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights, name: str) -> Linear:
+    bias = weights.tensor(f"{name}.bias", experts.num_experts) if experts.has_router_bias else None
+    return weights.linear_of(name, weights.tensor(f"{name}.weight", experts.num_experts, hidden), bias, is_wide=True)
 
 
 def _read_correction(experts: ExpertsConfig, weights: Weights) -> torch.Tensor | None:
@@ -250,41 +254,60 @@ def _load_experts(
         dtype=weights.dtype,
         is_clamped=experts.activation == CLAMPED,
     )
-    made = _make_grouped(shape, weights, allocate)
+    made = _make_grouped(shape, weights, experts.has_biases, allocate)
     is_fused = not weights.has(f"experts.0.{names.gate}.weight") and weights.has("experts.gate_up_proj")
-    read = _read_fused if is_fused else _read_single
+    read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
     for slot, expert in enumerate(chosen):
         if expert == SPARE:
             continue
-        gate_up, down = read(experts, hidden, weights, names, expert)
-        made.store(slot, gate_up, down)
+        gate_up, down, biases = read(experts, hidden, weights, names, expert)
+        made.store(slot, gate_up, down, biases)
         for name, stored, weight in zip(("gate_up", "down"), made.weights(slot), (gate_up, down), strict=True):
             weights.check(f"{weights.prefix}experts.{expert}.{name}", stored, weight)
     return made
 
 
-def _make_grouped(shape: ExpertsShape, weights: Weights, allocate: Callable[[int], torch.Tensor]) -> GroupedExperts:
+def _make_grouped(
+    shape: ExpertsShape, weights: Weights, has_biases: bool, allocate: Callable[[int], torch.Tensor]
+) -> GroupedExperts:
     if is_interpreted():
         return ReferenceExperts(shape, partial(Linear, deterministic=weights.deterministic))
-    return make_experts(shape, allocate=allocate)
+    return make_experts(shape, has_biases, allocate=allocate)
 
 
-def _read_single(
-    experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this rank's gate and up rows, [2 own I, H], and its rows of down, [own H, I]."""
+_Expert = tuple[torch.Tensor, torch.Tensor, Biases | None]
+
+
+def _read_single(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
+    """Returns this rank's gate and up rows, [2 own I, H], its rows of down, [own H, I], and their biases if any."""
     inner, own = experts.intermediate_size, weights / "experts" / expert
     gate_up = own.tensors({f"{names.gate}.weight": inner, f"{names.up}.weight": inner}, hidden)
-    return gate_up, own.tensors({f"{names.down}.weight": hidden}, inner)
+    return gate_up, own.tensors({f"{names.down}.weight": hidden}, inner), None
 
 
-def _read_fused(
-    experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_fused(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
     """Does the same for tensors that hold all experts, each gate first and then up."""
     count, inner = experts.num_experts, experts.intermediate_size
     gate = weights.share.part(inner)
     rows = [gate, range(inner + gate.start, inner + gate.stop)]
     gate_up = weights.of_expert("experts.gate_up_proj", expert, (count, 2 * inner, hidden), rows)
     own = [weights.share.part(hidden)]
-    return gate_up, weights.of_expert("experts.down_proj", expert, (count, hidden, inner), own)
+    return gate_up, weights.of_expert("experts.down_proj", expert, (count, hidden, inner), own), None
+
+
+def _read_interleaved(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
+    """Does the same for gpt-oss' tensors of all experts, [inputs, outputs] each, in which gate and up alternate."""
+    count, inner, share = experts.num_experts, experts.intermediate_size, weights.share
+    gate, own = share.part(inner), [share.part(hidden)]
+    pairs = [range(2 * gate.start, 2 * gate.stop)]
+    order = halves_of_pairs(len(pairs[0]))
+    shapes = {"gate_up_proj": (count, hidden, 2 * inner), "down_proj": (count, inner, hidden)}
+    gate_up, down = (
+        weights.of_expert(f"experts.{name}", expert, shape, rows, is_transposed=True)
+        for (name, shape), rows in zip(shapes.items(), (pairs, own), strict=True)
+    )
+    gate_up_bias, down_bias = (
+        weights.of_expert(f"experts.{name}_bias", expert, (count, shape[2]), rows)
+        for (name, shape), rows in zip(shapes.items(), (pairs, own), strict=True)
+    )
+    return gate_up[order], down, Biases(gate_up_bias[order], down_bias)

@@ -75,6 +75,8 @@ MODELS = {
     "gemma2": Architecture(GroupedQueryAttention, dense_mlp, rms_norm_from_one, _SANDWICH),
     # Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms on both sides of the parts, and two rotations.
     "gemma3_text": Architecture(_attention(head_norms=rms_norm_from_one), dense_mlp, rms_norm_from_one, _SANDWICH),
+    # gpt-oss (OpenAI 2025, arXiv:2508.10925): experts with biases, windows and attention sinks.
+    "gpt_oss": Architecture(GroupedQueryAttention, sparse_mlp, rms_norm_rounded_once),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
