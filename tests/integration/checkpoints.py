@@ -311,6 +311,35 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "image_size": 28, "patch_size": 14}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 96}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+# name of a multimodal model -> (fields of its text part that differ from COMMON, fields of its vision part)
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {**CHECKPOINTS["gemma3"][1], "model_type": "gemma3_text"},
+        {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+    "mistral3": (
+        {**CHECKPOINTS["ministral3"][1], "model_type": "ministral3"},
+        {**_VISION, "model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16},
+    ),
+    "qwen3_vl": (
+        {**GQA, "model_type": "qwen3_vl_text", "rope_parameters": _MROPE},
+        {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen2_5_vl": (
+        {
+            "model_type": "qwen2_5_vl_text",
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "rope_parameters": _MROPE,
+        },
+        {**_QWEN_VISION, "fullatt_block_indexes": [0]},
+    ),
+}
+
+
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"num_attention_heads": 3, "max_position_embeddings": 240}),
     "roberta": (
@@ -327,6 +356,13 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
     """Writes the checkpoint under `folder` and returns its path. `save` goes to `save_pretrained`."""
     return _make(name, folder / name, transformers.AutoModelForCausalLM, dtype, {}, save)
+
+
+def make_wrapper_checkpoint(name: str, folder: Path) -> Path:
+    """Writes a multimodal checkpoint of `WRAPPERS` in float32, in the layout of transformers' own files."""
+    text, vision = WRAPPERS[name]
+    config = transformers.AutoConfig.for_model(name, text_config={**COMMON, **text}, vision_config=vision)
+    return _save(config, folder / name, transformers.AutoModelForImageTextToText, torch.float32, {})
 
 
 def make_mtp_checkpoint(

@@ -15,8 +15,10 @@ from penstock.models.mtp import MultiTokenPredictor
 from tests.integration.checkpoints import (
     CHECKPOINTS,
     COMMON,
+    WRAPPERS,
     make_checkpoint,
     make_mtp_checkpoint,
+    make_wrapper_checkpoint,
 )
 
 NUM_STEPS = 64
@@ -95,6 +97,18 @@ def test_logprobs_and_greedy_tokens(name: str, folder: Path) -> None:
         assert prompts()[2][position + 1] in entries
         for token_id, entry in entries.items():
             assert entry.logprob == pytest.approx(logprobs[position, token_id].item(), abs=2e-3)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_text_part_of_a_multimodal_model(name: str, folder: Path) -> None:
+    path = make_wrapper_checkpoint(name, folder / "wrappers")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=176, max_num_batched_tokens=24)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for prompt, output in zip(prompts(), llm.generate(prompts(), params, use_tqdm=False), strict=True):
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
+    assert llm.info.wrapper == name
     llm.shutdown()
 
 

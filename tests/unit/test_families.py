@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.config.model import ModelConfig, parse_model_config
+from penstock.models.registry import ENCODERS, MODELS, build_model
+from penstock.models.weights import DummySource, Weights
 from penstock.utils.errors import ConfigError
 
 SHAPE: dict[str, Any] = {
@@ -101,6 +105,21 @@ def test_a_multimodal_model_without_a_text_part_of_its_own(model_type: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("outer", "inner", "is_tied"),
+    [
+        ({}, {}, False),
+        ({"tie": True}, {"tie": False}, True),
+        ({"tie": False}, {"tie": True}, True),
+        ({}, {"tie": True}, True),
+    ],
+)
+def test_a_head_is_tied_if_either_part_says_so(outer: dict[str, bool], inner: dict[str, bool], is_tied: bool) -> None:
+    head, text = ({f"{name}_word_embeddings": value for name, value in part.items()} for part in (outer, inner))
+    raw = {"model_type": "mistral3", **head, "text_config": {**SHAPE, "model_type": "mistral", **text}}
+    assert parse_model_config(Path("model"), raw, "auto").tie_word_embeddings == is_tied
+
+
+@pytest.mark.parametrize(
     ("model_type", "fields", "named"),
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act must be one of silu, .*, got 'relu'"),
@@ -119,3 +138,27 @@ def test_a_multimodal_model_without_a_text_part_of_its_own(model_type: str) -> N
 def test_what_cannot_be_served_is_refused_by_name(model_type: str, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(model_type, **fields)
+
+
+def test_every_family_is_in_the_table_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "GENERATION.md").read_text(encoding="utf-8")
+    table = text.split("## Models\n")[1].strip().split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(.+?)`", row.split("|")[1])]
+    assert sorted(named) == sorted((*MODELS, *ENCODERS))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what"),
+    [
+        ("smollm3", "layers without rotation"),
+        ("olmo2", "norms that are rounded once"),
+        ("gemma3_text", "norms that are rounded once"),
+        ("cohere2", "layers without rotation"),
+    ],
+)
+def test_what_has_no_kernel_on_a_gpu_is_refused_before_weights_are_read(model_type: str, what: str) -> None:
+    source = DummySource(torch.device("cpu"))
+    weights = Weights(source, torch.bfloat16, torch.device("meta"))
+    with pytest.raises(ConfigError, match=f"the model has {what}, which is computed on a CPU only"):
+        build_model(parse(model_type), weights)
+    assert not weights.digest.rows()

@@ -34,6 +34,7 @@ class Case:
     "case",
     [
         Case({}, "  device     cpu, avx2 kernels, 2 threads"),
+        Case({"wrapper": "gemma3"}, "  serves     the text part of a gemma3, without images, video and sound"),
         Case({"num_threads": 1}, "  device     cpu, avx2 kernels, 1 thread"),
         Case({"data_parallel_size": 3}, "  engines    3, each as follows"),
         Case({"tensor_parallel_size": 2}, "  device     cpu, avx2 kernels, 2 threads each"),

@@ -45,6 +45,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         cache = f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens}"
     rows = (
         ("model", f"{model}, {info.dtype}"),
+        *((("serves", f"the text part of a {info.wrapper}, without images, video and sound"),) if info.wrapper else ()),
         *((("engines", f"{info.data_parallel_size}, each as follows"),) if info.data_parallel_size > 1 else ()),
         *((("answers", f"{info.pooling}"),) if info.pooling is not None else ()),
         *((("ranks", f"{info.num_ranks}: {sizes}"),) if info.num_ranks > 1 else ()),

@@ -113,9 +113,11 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     inner: Any = raw.get("text_config")
     if not isinstance(inner, dict):
         return {**raw, "model_type": f"{raw['model_type']}_text"} if raw.get("model_type") in _FLAT else dict(raw)
-    outer = {name: raw[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if raw.get(name) is not None}
+    outer = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
     kept = {name: raw[name] for name in ("architectures", "quantization_config") if raw.get(name) is not None}
-    return {**outer, **inner, **kept}
+    # Versions of transformers differ in where they write it.
+    is_tied = [part["tie_word_embeddings"] for part in (raw, inner) if part.get("tie_word_embeddings") is not None]
+    return {**outer, **inner, **kept, **({"tie_word_embeddings": any(is_tied)} if is_tied else {})}
 
 
 def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:

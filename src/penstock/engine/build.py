@@ -110,6 +110,7 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engin
         pipeline_parallel_size=config.parallel.pp,
         data_parallel_size=config.parallel.dp,
         pooling=None if config.pooling is None else config.pooling.summary,
+        wrapper=config.model.wrapper,
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)
 

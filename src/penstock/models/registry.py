@@ -77,6 +77,10 @@ MODELS = {
     "gemma3_text": Architecture(_attention(head_norms=rms_norm_from_one), dense_mlp, rms_norm_from_one, _SANDWICH),
     # gpt-oss (OpenAI 2025, arXiv:2508.10925): experts with biases, windows and attention sinks.
     "gpt_oss": Architecture(GroupedQueryAttention, sparse_mlp, rms_norm_rounded_once),
+    # The text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: with text alone, a position has three equal coordinates.
+    "qwen2_vl_text": Architecture(_QWEN2, dense_mlp),
+    "qwen2_5_vl_text": Architecture(_QWEN2, dense_mlp),
+    "qwen3_vl_text": Architecture(_QWEN3, dense_mlp),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.

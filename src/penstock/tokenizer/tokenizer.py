@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from penstock.config.engine import EngineConfig
+from penstock.config.families import text_part
 from penstock.config.model import read_json
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.text_bound import find_text_bound
@@ -232,7 +233,7 @@ def load_tokenizer(config: EngineConfig, max_tokens: int | None = None) -> Token
 def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Returns the tokens that end a sequence, from any of the checkpoint's files. Raises ConfigError."""
     generation = read_json(config.model.path / "generation_config.json") or {}
-    model = read_json(config.model.path / "config.json") or {}
+    model = text_part(read_json(config.model.path / "config.json") or {})
     stored = generation.get("eos_token_id")
     eos = _token_ids(model.get("eos_token_id") if stored is None else stored)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
