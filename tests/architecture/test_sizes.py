@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 342,
     "cli": 1425,
-    "config": 1812,
+    "config": 1846,
     "core": 1711,
     "engine": 760,
     "executor": 559,
@@ -34,7 +34,7 @@ BUDGETS = {
     "loadgen": 453,
     "messages": 750,
     "metrics": 670,
-    "models": 1222,
+    "models": 1286,
     "parallel": 519,
     "penstock": 45,
     "router": 1888,

@@ -350,6 +350,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "xlm-roberta",
         {"num_attention_heads": 12, "max_position_embeddings": 243, "pad_token_id": 2, "type_vocab_size": 1},
     ),
+    # The second and third layer have a window.
+    "modernbert": ("modernbert", {"num_attention_heads": 6, "max_position_embeddings": 240, "local_attention": 38}),
 }
 
 

@@ -22,6 +22,7 @@ from tests.integration.checkpoints import COMMON, ENCODERS, make_encoder_checkpo
 MAX_MODEL_LEN = 240
 POOLED = {"lasttoken": lambda h: h[-1], "mean_tokens": lambda h: h.mean(0), "cls_token": lambda h: h[0]}
 CLASSIFIER = transformers.AutoModelForSequenceClassification
+CLASSIFIERS = [name for name in ENCODERS if name != "modernbert"]
 QUERY = "what moves the water ?"
 DOCUMENTS = ["a penstock", "a pipe with a gate moves the water", "stars", "a"]
 WORDS = ("what", "moves", "the", "water", "?", "a", "pen", "##stock", "pipe", "with", "gate", "stars", "s", "##e")
@@ -132,7 +133,7 @@ def test_other_activations(activation: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_layer_norms_use_the_epsilon_of_the_checkpoint(name: str, folder: Path) -> None:
     """It is far above the variances of these weights; with a usual one, a wrong epsilon would not show."""
-    path = make_encoder_checkpoint(name, folder, layer_norm_eps=0.3)
+    path = make_encoder_checkpoint(name, folder, **{"norm_eps" if name == "modernbert" else "layer_norm_eps": 0.3})
     save_modules(path, "mean_tokens")
     llm = LLM(str(path), skip_tokenizer_init=True)
     assert_agrees_with_transformers(path, llm, torch.float32, "mean_tokens", 1e-10)
@@ -154,7 +155,13 @@ def logits_of(path: Path, prompt: list[int], token_types: list[int] | None = Non
     return model(torch.tensor([prompt]), token_type_ids=types).logits[0]
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+def test_the_classifier_of_a_modernbert_is_refused(folder: Path) -> None:
+    path = make_encoder_checkpoint("modernbert", folder, kind=CLASSIFIER, num_labels=3)
+    with pytest.raises(ConfigError, match="a ModernBertForSequenceClassification, whose classifier is not supported"):
+        LLM(str(path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_probabilities_agree_with_transformers(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=CLASSIFIER, num_labels=3)
     llm = LLM(str(path), skip_tokenizer_init=True)
@@ -164,7 +171,7 @@ def test_probabilities_agree_with_transformers(name: str, folder: Path) -> None:
     llm.shutdown()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_scores_of_pairs_agree_with_transformers(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=CLASSIFIER, num_labels=1)
     if name == "bert":
@@ -218,9 +225,11 @@ def vectors(path: Path, order: list[int] | None = None, one_by_one: bool = False
     return [data[number] for number in range(len(PROMPTS))]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
+@pytest.fixture(
+    scope="module", params=[("roberta", torch.float32), ("roberta", torch.bfloat16), ("modernbert", torch.bfloat16)]
+)
 def weights(request: pytest.FixtureRequest, folder: Path) -> Path:
-    path = make_encoder_checkpoint("roberta", folder, request.param)
+    path = make_encoder_checkpoint(request.param[0], folder, request.param[1])
     save_modules(path, "mean_tokens")
     return path
 
@@ -243,7 +252,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("row", ROWS)
 def test_bits_do_not_depend_on_batch_or_configuration(row: str, weights: Path, alone: list[bytes]) -> None:
     assert vectors(weights, **ROWS[row]) == alone
@@ -373,7 +382,7 @@ def test_a_second_text_must_begin_within_the_prompt(start: Any, cross_encoder: P
     llm.shutdown()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_dummy_weights(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=CLASSIFIER, num_labels=2)
     llm = LLM(str(path), skip_tokenizer_init=True, load_format="dummy")

@@ -98,7 +98,7 @@ def test_a_row_of_gelu_does_not_depend_on_the_other_rows(isa: str, dtype: torch.
 # ---- Attention ----
 
 
-def attend(qkv: list[torch.Tensor], heads: int, seed: int = 0) -> list[torch.Tensor]:
+def attend(qkv: list[torch.Tensor], heads: int, seed: int = 0, window: int = 0) -> list[torch.Tensor]:
     """Returns the attention of each prompt's [n, 3 * heads * D], stored unrotated at random blocks of a NaN cache."""
     dim = qkv[0].shape[1] // (3 * heads)
     flat = torch.cat(qkv)
@@ -116,18 +116,23 @@ def attend(qkv: list[torch.Tensor], heads: int, seed: int = 0) -> list[torch.Ten
     assert torch.equal(flat, torch.cat(qkv)), "a table of width 0 rotates nothing"
     starts = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
     q = flat[:, : heads * dim].unflatten(1, (heads, dim))
-    out = bidirectional_attention(q, cache, table, starts, lengths.int(), Softmax(dim**-0.5))
+    out = bidirectional_attention(q, cache, table, starts, lengths.int(), Softmax(dim**-0.5, window))
     return list(out.split(lengths.tolist()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(12, 32), (3, 64), (2, 72)])
-def test_every_token_sees_its_whole_prompt(dtype: torch.dtype, heads: int, dim: int) -> None:
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 100])
+def test_every_token_sees_its_whole_prompt_or_a_window(dtype: torch.dtype, heads: int, dim: int, window: int) -> None:
     prompts = [torch.randn(length, 3 * heads * dim).to(dtype) for length in (1, 5, 16, 70, 150)]
     tolerance = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    for prompt, out in zip(prompts, attend(prompts, heads), strict=True):
+    for prompt, out in zip(prompts, attend(prompts, heads, window=window), strict=True):
         q, k, v = prompt.double().unflatten(1, (3, heads, dim)).unbind(1)
-        weights = (torch.einsum("nhd,khd->hnk", q, k) / math.sqrt(dim)).softmax(-1)
+        scores = torch.einsum("nhd,khd->hnk", q, k) / math.sqrt(dim)
+        places = torch.arange(len(prompt))
+        if window:
+            scores = scores.masked_fill((places[:, None] - places).abs() >= window, -torch.inf)
+        weights = scores.softmax(-1)
         expected = torch.einsum("hnk,khd->nhd", weights, v).flatten(1)
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 

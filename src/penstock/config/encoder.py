@@ -33,11 +33,21 @@ class EncoderConfig:
     num_token_types: int
     layer_norm_eps: float
     has_tanh_gelu: bool
+    has_gated_layers: bool = False  # a decoder's layers, but with attention in both directions
 
 
 def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
     """Reads the contents of a `config.json`; None if it describes a decoder. Raises ConfigError for variants."""
     model_type = raw.get("model_type")
+    if model_type == "modernbert":
+        return EncoderConfig(
+            num_positions=read_count(raw, "max_position_embeddings"),
+            first_position=0,
+            num_token_types=1,
+            layer_norm_eps=float(raw["norm_eps"]),
+            has_tanh_gelu=False,
+            has_gated_layers=True,
+        )
     if model_type not in _MODEL_TYPES:
         return None
     activation = raw.get("hidden_act", "gelu")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.fields import read_count
 from penstock.config.rope import FULL, SLIDING, smollm3_unrotated
 from penstock.utils.errors import ConfigError
 
@@ -65,6 +66,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.0,
     },
     "ministral3": {"rms_norm_eps": 1e-5, "head_dim": 128},
+    "modernbert": {
+        "vocab_size": 50368,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "hidden_activation": "gelu",
+        "max_position_embeddings": 8192,
+        "norm_eps": 1e-5,
+        "local_attention": 128,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "local_rope_theta": 10000.0,
+    },
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
     "phi3": {"rms_norm_eps": 1e-5},
@@ -87,6 +102,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
     "gemma2": {"use_bidirectional_attention": (None, False)},
     "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
+    "modernbert": {"norm_bias": (None, False), "rope_scaling": (None,)},
     "olmo2": {"clip_qkv": (None,)},
     "olmo3": {"clip_qkv": (None,)},
 }
@@ -110,13 +126,14 @@ NO_MULTIPLIERS = MultipliersConfig()
 
 def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contents of a `config.json`, or for a multimodal model those of its text part."""
-    inner: Any = raw.get("text_config")
-    if not isinstance(inner, dict):
+    if not isinstance(raw.get("text_config"), dict):
         return {**raw, "model_type": f"{raw['model_type']}_text"} if raw.get("model_type") in _FLAT else dict(raw)
+    inner: dict[str, Any] = raw["text_config"]
     outer = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
     kept = {name: raw[name] for name in ("architectures", "quantization_config") if raw.get(name) is not None}
     # Versions of transformers differ in where they write it.
-    is_tied = [part["tie_word_embeddings"] for part in (raw, inner) if part.get("tie_word_embeddings") is not None]
+    parts: tuple[Mapping[str, Any], ...] = (raw, inner)
+    is_tied = [part["tie_word_embeddings"] for part in parts if part.get("tie_word_embeddings") is not None]
     return {**outer, **inner, **kept, **({"tie_word_embeddings": any(is_tied)} if is_tied else {})}
 
 
@@ -154,6 +171,9 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
     model_type = raw["model_type"]
     if not read_window(raw):
         return (FULL,) * num_layers
+    if model_type == "modernbert":
+        every = read_count(raw, "global_attn_every_n_layers")
+        return tuple(SLIDING if layer % every else FULL for layer in range(num_layers))
     if model_type in _WITH_PATTERN:
         pattern = raw["sliding_window_pattern"]
         if not isinstance(pattern, int) or pattern < 1:
@@ -169,7 +189,12 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
 
 
 def read_window(raw: Mapping[str, Any]) -> int:
-    """Returns how many tokens a layer with a window sees, 0 if no layer has one. Raises ConfigError if negative."""
+    """Returns how many tokens a layer with a window sees, 0 if no layer has one. Raises ConfigError if negative.
+
+    An encoder's layer sees as many in both directions, of which the token itself is one.
+    """
+    if raw["model_type"] == "modernbert":
+        return read_count(raw, "local_attention") // 2 + 1
     window = int(raw.get("sliding_window") or 0)
     if window < 0:
         raise ConfigError(f"sliding_window must not be negative, got {window}")

@@ -171,7 +171,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or 1e-6),
+        rms_norm_eps=float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or raw.get("norm_eps") or 1e-6),
         rope=ropes.rope,
         max_position_embeddings=(
             _positive(raw, "max_position_embeddings", 2048)
@@ -191,7 +191,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         window_rope=ropes.window_rope,
         unrotated_layers=ropes.unrotated_layers,
         rotary_factor=ropes.rotary_factor,
-        activation=SILU if encoder is not None else read_activation(raw),
+        activation=read_activation(raw) if encoder is None or encoder.has_gated_layers else SILU,
         multipliers=read_multipliers(raw, ropes.rope.scaling),
     )
 

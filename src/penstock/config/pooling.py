@@ -119,6 +119,8 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         if asked is not None:
             raise ConfigError("pooler_config needs an engine that pools, not runner=generate")
         return None
+    if is_classifier and model.model_type == "modernbert":
+        raise ConfigError(f"{path} holds a {architecture}, whose classifier is not supported: only its vectors are")
     if not is_classifier:
         _check_no_other_head(path, architecture, is_encoder)
     tokens = given.classifier_from_token

@@ -1,7 +1,8 @@
 """Which rotary embedding each layer has, read from `config.json`.
 
 Three spellings are accepted: one `rope_parameters`, or `rope_scaling` with `rope_theta`, for all layers; one
-`rope_parameters` for each kind of layer (`layer_types`); and Gemma 3's `rope_local_base_freq` for layers with a window.
+`rope_parameters` for each kind of layer (`layer_types`); and a base for layers with a window (`rope_local_base_freq` of
+Gemma 3, `local_rope_theta` of ModernBERT).
 Only this module knows which model types rotate no keys in some layers.
 """
 
@@ -63,10 +64,11 @@ def read_ropes(raw: Mapping[str, Any], layer_types: tuple[str, ...]) -> LayerRop
     by_type = {kind: dict(given[kind]) for kind in (FULL, SLIDING) if isinstance(given.get(kind), dict)}
     full = by_type.get(FULL, {} if by_type else given)
     window = None
+    local = raw.get("rope_local_base_freq") or raw.get("local_rope_theta")
     if by_type:
-        window = _rope(raw, by_type.get(SLIDING, {}))
-    elif raw.get("rope_local_base_freq"):
-        window = _rope(raw, {"rope_theta": raw["rope_local_base_freq"]})
+        window = _rope(raw, {"rope_theta": local, **by_type.get(SLIDING, {})})
+    elif local:
+        window = _rope(raw, {"rope_theta": local})
     elif raw["model_type"] == "olmo3" and given:
         # Before `rope_parameters` had kinds, OLMo 3 extended the context of its full layers alone.
         window = _rope(raw, {"rope_theta": given.get("rope_theta")})
@@ -83,7 +85,7 @@ def read_ropes(raw: Mapping[str, Any], layer_types: tuple[str, ...]) -> LayerRop
 
 
 def _rope(raw: Mapping[str, Any], parameters: dict[str, Any]) -> RopeConfig:
-    theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    theta = parameters.get("rope_theta") or raw.get("rope_theta") or raw.get("global_rope_theta") or 10000.0
     named = parameters.get("rope_type") or parameters.get("type") or "default"
     rope_type = LONGROPE if "long_factor" in parameters else _ALIASES.get(named, named)
     if rope_type == LONGROPE:

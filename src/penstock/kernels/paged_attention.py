@@ -73,8 +73,9 @@ def bidirectional_attention(
     seq_lens: torch.Tensor,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Does the same, except that a query sees all positions of its request, including later ones."""
-    assert softmax.sliding_window == 0, f"a window of {softmax.sliding_window}"
+    """Does the same, except that a query sees all positions of its request, including later ones. With a window it
+    sees those less than `sliding_window` away, in both directions.
+    """
     return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), softmax, is_causal=False)
 
 
@@ -137,10 +138,12 @@ def _attend_reference(
         for start in range(starts[request], starts[request + 1], _ROWS):
             end = min(start + _ROWS, starts[request + 1])
             position = seq_len - (starts[request + 1] - start)
-            queries = torch.arange(position, position + end - start, device=q.device)
-            if not is_causal:
-                queries = torch.full_like(queries, seq_len - 1)
-            out[start:end] = _attend_one(q[start:end], kv_cache, block_table[request], queries, softmax, value_size)
+            own = torch.arange(position, position + end - start, device=q.device)
+            firsts, lasts = torch.zeros_like(own), own if is_causal else torch.full_like(own, seq_len - 1)
+            if softmax.sliding_window:
+                firsts, lasts = own - softmax.sliding_window + 1, lasts.minimum(own + softmax.sliding_window - 1)
+            seen = (firsts.clamp(min=0), lasts)
+            out[start:end] = _attend_one(q[start:end], kv_cache, block_table[request], seen, softmax, value_size)
     return out.flatten(1)
 
 
@@ -148,7 +151,7 @@ def _attend_one(
     q: torch.Tensor,  # [n, Hq, D]
     kv_cache: torch.Tensor,
     blocks: torch.Tensor,  # [max_blocks]
-    queries: torch.Tensor,  # [n] int64: the last position that each row sees, ascending
+    seen: tuple[torch.Tensor, torch.Tensor],  # [n] int64 each: the first and last position that a row sees, ascending
     softmax: Softmax,
     value_size: int,
 ) -> torch.Tensor:
@@ -156,20 +159,18 @@ def _attend_one(
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
-    first_query, seq_len, queries = int(queries[0]), int(queries[-1]) + 1, queries[:, None]
+    first, end = int(seen[0][0]), int(seen[1][-1]) + 1
+    firsts, lasts = (each[:, None] for each in seen)
     state = _SoftmaxState(grouped[..., 0, :value_size])
-    window, softcap = softmax.sliding_window, softmax.softcap
-    first = max(0, first_query - window + 1) if window else 0
-    for tile in range(first // _TILE * _TILE, seq_len, _TILE):
+    softcap = softmax.softcap
+    for tile in range(first // _TILE * _TILE, end, _TILE):
         # Every tile has the full width, however much of it is present, so that all sums have one shape.
         places = torch.arange(tile, tile + _TILE, device=q.device)
-        is_there = (places >= first) & (places < seq_len)
+        is_there = (places >= first) & (places < end)
         ids = torch.where(is_there, blocks[(places // block_size).clamp(max=blocks.shape[0] - 1)].long(), 0)
         planes = kv_cache[ids, :, :, places % block_size].to(wide).masked_fill(~is_there[:, None, None, None], 0)
         k, v = planes[:, 0], planes[:, -1, :, -value_size:]
-        is_seen = is_there & (places <= queries)
-        if window:
-            is_seen &= places > queries - window
+        is_seen = is_there & (places >= firsts) & (places <= lasts)
         scores = (grouped * k.transpose(0, 1)[:, None]).sum(-1) * softmax.scale  # [n, Hkv, group, tile]
         if softcap:
             scores = softcap * (scores / softcap).tanh()

@@ -59,10 +59,9 @@ class EncoderAttention:
     Keys and values are stored only during the call: the next layer uses the same memory.
     """
 
-    def __init__(self, config: ModelConfig, own: HeadShare, device: torch.device) -> None:
-        # A table of width 0 means no rotation: the positions are in the embeddings.
-        rotary = torch.empty((config.max_position_embeddings, 0), dtype=torch.float32, device=device)
-        self._heads = _heads(config, own, rotary, is_causal=False)
+    def __init__(self, config: ModelConfig, own: HeadShare, rotary: torch.Tensor, window: int = 0) -> None:
+        """A table `rotary` of width 0 means no rotation. A token sees those less than `window` away, 0: all of them."""
+        self._heads = _heads(config, own, rotary, window, is_causal=False)
         self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -63,6 +63,7 @@ class Architecture:
     feed_forward: Callable[[ModelConfig, Weights, int], FeedForward]
     read_norm: ReadNorm = rms_norm
     norms: NormNames = BEFORE
+    attention_name: str = "self_attn"  # the prefix of the attention's weights
     is_parallel: bool = False  # the feed-forward part reads what the attention reads
 
 
@@ -81,7 +82,7 @@ class DecoderLayer:
 
         names = architecture.norms
         self.input_norm = SumOnly() if names.attention is None else norm(names.attention)
-        self.attention = architecture.attention(config, weights / "self_attn", layer, rotary)
+        self.attention = architecture.attention(config, weights / architecture.attention_name, layer, rotary)
         self._after_attention = after(names.after_attention)
         self._is_parallel = architecture.is_parallel
         self.post_norm = SumOnly() if names.feed_forward is None else norm(names.feed_forward)

@@ -8,7 +8,7 @@ the duration of one layer: the model has no KV cache. Shapes: T tokens of this s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,11 @@ from penstock.config.model import ModelConfig
 from penstock.kernels.gelu import gelu
 from penstock.layers.attention import EncoderAttention
 from penstock.layers.norm import LayerNorm
+from penstock.layers.rotary import RotaryTables
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.models.decoder import Architecture, DecoderLayer
 from penstock.models.interface import ModelOutput
+from penstock.models.parts import GroupedQueryAttention
 from penstock.models.weights import Weights
 from penstock.parallel.topology import head_share
 
@@ -28,12 +31,13 @@ from penstock.parallel.topology import head_share
 @dataclass(frozen=True, slots=True)
 class EncoderArchitecture:
     """Names of tensors: the prefix of the encoder's tensors in a checkpoint that contains more, and the two layers of a
-    classifier.
+    classifier. `layers` are those of an encoder with a decoder's layers.
     """
 
     prefix: str
     head_dense: str
     head_out: str
+    layers: Architecture | None = None
 
 
 class Encoder:
@@ -45,6 +49,7 @@ class Encoder:
             weights = weights / architecture.prefix
         self.kv_cache_specs: dict[str, KVCacheSpec] = {}
         self.embeddings = Embeddings(config, config.encoder, weights / "embeddings")
+        self.words = self.embeddings.words
         self.layers = [
             EncoderLayer(config, config.encoder, weights / "encoder" / "layer" / layer)
             for layer in range(config.num_hidden_layers)
@@ -72,6 +77,53 @@ class Encoder:
         x = self.embeddings(input_ids, token_types, positions)
         for layer in self.layers:
             x = layer(x, positions, context)
+        return ModelOutput(x, x[:, :0])
+
+
+class GatedEncoder(Encoder):
+    """An encoder with a decoder's layers (Warner et al. 2024, arXiv:2412.13663). It has one type of tokens.
+
+    ids -> embedding -> norm -> [ norm -> attention -> + -> norm -> gated MLP -> + ] x layers -> norm
+
+    The first layer has no norm before its attention.
+    """
+
+    def __init__(self, architecture: EncoderArchitecture, config: ModelConfig, weights: Weights) -> None:
+        layers, hidden, eps = architecture.layers, config.hidden_size, config.rms_norm_eps
+        assert layers is not None, f"{config.path} holds another encoder"
+        if weights.has(f"{architecture.prefix}.embeddings.tok_embeddings.weight"):
+            weights = weights / architecture.prefix
+        self.kv_cache_specs: dict[str, KVCacheSpec] = {}
+        self.words = (weights / "embeddings").embedding("tok_embeddings", config.vocab_size, hidden)
+        self._embedding_norm = layers.read_norm(weights / "embeddings", "norm", hidden, eps)
+        rotary = RotaryTables(config.rotary_dim, config.max_position_embeddings, weights.device)
+        first = replace(layers, norms=replace(layers.norms, attention=None))
+        self._gated_layers = [
+            DecoderLayer(
+                layers if layer else first,
+                config,
+                weights / "layers" / layer,
+                layer,
+                rotary.table(config.layer_rope(layer)),
+            )
+            for layer in range(config.num_hidden_layers)
+        ]
+        self._norm = layers.read_norm(weights, "final_norm", hidden, eps)
+
+    @property
+    def workspace_spec(self) -> KVCacheSpec:
+        attention = self._gated_layers[0].attention
+        assert isinstance(attention, GroupedQueryAttention), type(attention)
+        return attention.attend.spec
+
+    def encode(
+        self, input_ids: torch.Tensor, token_types: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> ModelOutput:
+        residual = self._embedding_norm(self.words(input_ids))
+        x = torch.zeros_like(residual)
+        for layer in self._gated_layers:
+            x = layer(x, residual, positions, context)
+        x = self._norm.add(x, residual)
         return ModelOutput(x, x[:, :0])
 
 
@@ -120,7 +172,9 @@ class SelfAttention:
         self.qkv = (weights / "self").linear(
             dict.fromkeys(names, num_heads * size), hidden, bias=True, own=dict.fromkeys(names, columns)
         )
-        self.attend = EncoderAttention(config, own, weights.device)
+        # The positions are in the embeddings.
+        rotary = torch.empty((config.max_position_embeddings, 0), device=weights.device)
+        self.attend = EncoderAttention(config, own, rotary)
         widths = [len(each.queries) * size for each in heads]
         self.out = (weights / "output").joining_linear("dense", hidden, widths, bias=True)
 

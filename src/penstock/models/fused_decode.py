@@ -122,6 +122,7 @@ class FusedDecoder:
     def _layer(self, layer: DecoderLayer, next_gain: torch.Tensor) -> _Layer:
         attention, mlp = layer.attention, layer.feed_forward
         assert isinstance(attention, GroupedQueryAttention) and isinstance(mlp, GatedMLP), "see supports()"
+        assert isinstance(attention.attend, PagedAttention), "an encoder's attention"
         return _Layer(
             self._weight(Role.QKV, attention.qkv.dense_weight(), attention.qkv.bias),
             attention.attend,

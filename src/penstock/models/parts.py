@@ -20,7 +20,7 @@ from penstock.config.families import GELU, GELU_TANH, SILU
 from penstock.config.model import ModelConfig
 from penstock.kernels.gelu import gelu_and_mul
 from penstock.kernels.silu_and_mul import silu_and_mul
-from penstock.layers.attention import PagedAttention
+from penstock.layers.attention import EncoderAttention, PagedAttention
 from penstock.layers.linear import Gather
 from penstock.layers.norm import Norm
 from penstock.messages.kv_cache_spec import KVCacheSpec
@@ -50,6 +50,7 @@ class AttentionVariant:
     qkv_bias: bool = False  # also without `attention_bias`
     out_bias: bool = True  # with `attention_bias`
     stored_as: str | None = None  # the name of the one tensor of queries, keys and values
+    out: str = "o_proj"  # the name of the projection of the result
     has_pairs: bool = False  # the rotated pairs are neighbours, not in halves
     head_norms: ReadNorm | None = None  # of every query head and every key head
     width_norms: ReadNorm | None = None  # of all query heads together, and of all key heads
@@ -93,12 +94,19 @@ class GroupedQueryAttention:
             order=_order_of_halves(config, own) if variant.has_pairs else None,
         )
         sinks = _read_sinks(num_heads, own.queries, weights) if config.has_attention_sinks else None
-        self.attend = PagedAttention(config, layer, rotary, own, *norms, sinks=sinks)
+        self.kv_cache_specs: dict[str, KVCacheSpec] = {}
+        if config.encoder is None:
+            self.attend = PagedAttention(config, layer, rotary, own, *norms, sinks=sinks)
+            self.kv_cache_specs[self.attend.name] = self.attend.spec
+        else:
+            self.attend = EncoderAttention(config, own, rotary, config.layer_windows[layer])
         self.query_scales = _query_scales(config).to(weights.device) if config.multipliers.query_beta else None
         self.out = weights.joining_linear(
-            "o_proj", hidden, [len(each.queries) * size for each in heads], config.attention_bias and variant.out_bias
+            variant.out,
+            hidden,
+            [len(each.queries) * size for each in heads],
+            config.attention_bias and variant.out_bias,
         )
-        self.kv_cache_specs = {self.attend.name: self.attend.spec}
         self._num_queries, self._num_keys = len(queries), len(kv)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -175,7 +183,12 @@ class GatedMLP:
     """A gated linear unit (Shazeer 2020, arXiv:2002.05202), in most models SwiGLU."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, inner: int | None = None, stored_as: str | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        inner: int | None = None,
+        stored_as: str | None = None,
+        down: str = "down_proj",
     ) -> None:
         """`inner` is I, by default the configuration's. `stored_as` names the one tensor of gate and up."""
         hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
@@ -186,13 +199,15 @@ class GatedMLP:
         self.gate_up = weights.linear(
             {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, stored_as=stored_as
         )
-        self.down = weights.joining_linear("down_proj", hidden, weights.share.sizes(inner), config.mlp_bias)
+        self.down = weights.joining_linear(down, hidden, weights.share.sizes(inner), config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         activated = self._activate(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
         return self.down(activated)  # -> [T, H]
 
 
-def dense_mlp(config: ModelConfig, weights: Weights, layer: int, stored_as: str | None = None) -> GatedMLP:
-    """The feed-forward part of every layer of a model without experts."""
-    return GatedMLP(config, weights / "mlp", stored_as=stored_as)
+def dense_mlp(
+    config: ModelConfig, weights: Weights, layer: int, stored_as: str | None = None, down: str = "down_proj"
+) -> GatedMLP:
+    """The feed-forward part of every layer of a model without experts, with the names of `GatedMLP`."""
+    return GatedMLP(config, weights / "mlp", stored_as=stored_as, down=down)

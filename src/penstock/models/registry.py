@@ -13,7 +13,7 @@ import torch
 
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Architecture, Decoder, NormNames
-from penstock.models.encoder import Encoder, EncoderArchitecture
+from penstock.models.encoder import Encoder, EncoderArchitecture, GatedEncoder
 from penstock.models.experts import sparse_mlp
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
@@ -94,6 +94,13 @@ MODELS = {
     # Youtu-LLM (Tencent 2025, arXiv:2512.24618): latent attention without experts.
     "youtu": Architecture(LatentAttention, dense_mlp),
 }
+_MODERNBERT = Architecture(
+    _attention(stored_as="Wqkv", out="Wo"),
+    partial(dense_mlp, stored_as="Wi", down="Wo"),
+    layer_norm,
+    NormNames("attn_norm", None, "mlp_norm", None),
+    attention_name="attn",
+)
 ENCODERS = {
     # Devlin et al. 2018, arXiv:1810.04805. A classifier reads the result of BERT's pooler.
     "bert": EncoderArchitecture("bert", head_dense="bert.pooler.dense", head_out="classifier"),
@@ -102,6 +109,8 @@ ENCODERS = {
     "roberta": EncoderArchitecture("roberta", head_dense="classifier.dense", head_out="classifier.out_proj"),
     # Conneau et al. 2019, arXiv:1911.02116: RoBERTa with another vocabulary.
     "xlm-roberta": EncoderArchitecture("roberta", head_dense="classifier.dense", head_out="classifier.out_proj"),
+    # Warner et al. 2024, arXiv:2412.13663: with a decoder's layers, and windows in most of them.
+    "modernbert": EncoderArchitecture("model", head_dense="head.dense", head_out="classifier", layers=_MODERNBERT),
 }
 
 
@@ -134,7 +143,8 @@ def build_model(
 def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
     """Builds the encoder. Raises ConfigError as `build_model` does."""
     check_supported(config)
-    return Encoder(encoder_architecture(config), config, weights)
+    architecture = encoder_architecture(config)
+    return (Encoder if architecture.layers is None else GatedEncoder)(architecture, config, weights)
 
 
 def encoder_architecture(config: ModelConfig) -> EncoderArchitecture:

@@ -37,7 +37,7 @@ class EncoderPass:
         self._inputs = inputs
         self._rows = rows
         plane, *_ = model.workspace_spec.planes
-        weight = model.embeddings.positions
+        weight = model.words.weight
         # The last block of every prompt may hold a single token.
         num_blocks = limits.max_num_batched_tokens // _BLOCK_SIZE + limits.max_num_seqs
         shape = (num_blocks, len(model.workspace_spec.planes), plane.num_heads, _BLOCK_SIZE, plane.head_size)

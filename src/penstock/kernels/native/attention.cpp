@@ -22,7 +22,7 @@ struct Attention {
     int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, value_dim, block_size, window,
         threads;
     float scale, softcap;  // scores are scale q k^T; with a softcap > 0, softcap tanh(scale / softcap q k^T)
-    bool causal;  // else every row sees all keys of its request, and there is no window
+    bool causal;  // else every row sees later keys of its request too; with a window, as many as earlier ones
     bool latent;  // one plane, whose keys end in their values; else keys and values are two planes
 
     int64_t group() const { return num_heads / num_kv_heads; }
@@ -212,7 +212,8 @@ private:
             rows[i] = static_cast<const T*>(a_.q) + (a_.query_start_loc[request] + query) * a_.q_stride +
                       query_head(group, i) * a_.head_dim;
             group.from[i] = a_.window && position >= a_.window ? position - a_.window + 1 : 0;
-            group.to[i] = a_.causal ? position + 1 : a_.seq_lens[request];
+            const int64_t last = a_.window ? position + a_.window : a_.seq_lens[request];
+            group.to[i] = a_.causal ? position + 1 : last < a_.seq_lens[request] ? last : a_.seq_lens[request];
         }
         engine_.set_queries(index, rows, group.rows);
     }
