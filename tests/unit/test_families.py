@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.families import NO_MULTIPLIERS
 from penstock.config.model import ModelConfig, parse_model_config
+from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
 from penstock.models.weights import DummySource, Weights
 from penstock.utils.errors import ConfigError
@@ -145,6 +147,22 @@ def test_every_family_is_in_the_table_of_the_documentation() -> None:
     table = text.split("## Models\n")[1].strip().split("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(.+?)`", row.split("|")[1])]
     assert sorted(named) == sorted((*MODELS, *ENCODERS))
+
+
+def test_norms_that_are_rounded_once_have_a_float_weight() -> None:
+    weights = Weights(DummySource(torch.device("cpu")), torch.bfloat16, torch.device("cpu"))
+    usual, once, from_one = (
+        read(weights, "norm", 8, 1e-6).weight for read in (rms_norm, rms_norm_rounded_once, rms_norm_from_one)
+    )
+    assert [each.dtype for each in (usual, once, from_one)] == [torch.bfloat16, torch.float32, torch.float32]
+    assert torch.equal(from_one, 1 + once)
+
+
+def test_queries_are_scaled_by_the_context_that_they_have_left_behind() -> None:
+    rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+    multipliers = parse("ministral3", rope_parameters=rope).multipliers
+    assert (multipliers.query_beta, multipliers.query_context) == (0.1, 16)
+    assert parse("mistral", rope_parameters=rope).multipliers == NO_MULTIPLIERS
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from penstock.attention.backend import AttentionMetadata
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.config.families import MultipliersConfig
 from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig
 from penstock.config.rope import RopeConfig
@@ -22,7 +23,7 @@ from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.models.decoder import Architecture, Decoder
 from penstock.models.fused_decode import FusedDecoder
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.parts import GroupedQueryAttention
+from penstock.models.parts import GroupedQueryAttention, dense_mlp
 from penstock.models.registry import build_model
 from penstock.models.weights import ALL, Part, Weights
 from penstock.runner.kv_cache import allocate_kv_cache
@@ -176,6 +177,11 @@ def test_supports_gives_the_reason_against_a_model() -> None:
     model = make(CONFIG)
     assert FusedDecoder.supports(model) == ""
     assert "FusedDecoder is not a decoder" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))
+    scaled = replace(CONFIG, multipliers=MultipliersConfig(residual=0.5))
+    assert FusedDecoder.supports(make(scaled)) == "it has multipliers"
+    weights = Weights(RandomSource(), torch.float32, ON)
+    parallel = Decoder(Architecture(GroupedQueryAttention, dense_mlp, is_parallel=True), CONFIG, weights)
+    assert FusedDecoder.supports(parallel) == "its layers have other norms, or other places of them"
     architecture = Architecture(attention=GroupedQueryAttention, feed_forward=Halving)
     other = Decoder(architecture, CONFIG, Weights(RandomSource(), torch.float32, ON))
     assert FusedDecoder.supports(other) == "layers are made of GroupedQueryAttention and Halving"

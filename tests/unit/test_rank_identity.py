@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,6 +170,10 @@ def test_what_the_fingerprint_covers() -> None:
         _, cache = plan_cache(config, each)
         found.add(fingerprint(config, cache, each))
     assert len(found) == 6
+    _, cache = plan_cache(config, facts)
+    long = replace(config.model.rope, scaling={"is_long": True})
+    longer = replace(config, model=replace(config.model, rope=long))
+    assert fingerprint(longer, cache, facts) not in found
 
 
 def test_other_kernels_differ_in_nothing_that_allow_other_arithmetic_does_not_cover() -> None:
