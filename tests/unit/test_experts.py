@@ -16,6 +16,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from penstock.config.experts import ExpertsConfig, read_experts
+from penstock.config.families import SILU
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.models.experts import Experts, sparse_mlp
 from penstock.models.parts import GatedMLP
@@ -195,6 +196,7 @@ def make_block(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, ModelCon
 def make_config(experts: ExpertsConfig) -> ModelConfig:
     fields = dict.fromkeys(ModelConfig.__dataclass_fields__)
     fields |= {"path": Path("checkpoint"), "model_type": "test", "hidden_size": HIDDEN, "mlp_bias": False}
+    fields |= {"activation": SILU}
     return ModelConfig(**{**fields, "experts": experts})  # pyright: ignore[reportArgumentType]
 
 
