@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import BlockMap, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, StepReport
 from penstock.utils.child_process import Failed
 from penstock.utils.wire import Codec
 
@@ -67,11 +67,16 @@ class GetBlockMap:
 
 
 @dataclass(frozen=True, slots=True)
+class GetExpertMap:
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The result of a call; `error` is set if it failed."""
 
     call: int
-    value: bool | BlockMap = True
+    value: bool | BlockMap | ExpertMap = True
     error: str | None = None
 
 
@@ -82,6 +87,7 @@ CODEC = Codec(
     ResetPrefixCache,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Failed,
     Refused,

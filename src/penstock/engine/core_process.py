@@ -21,6 +21,7 @@ from penstock.engine.core_messages import (
     AbortRequests,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Refusal,
     Refused,
@@ -109,6 +110,8 @@ class CoreProcess:
                 self._send(reply)
             case GetBlockMap(call, max_cells):
                 self._send(Reply(call, self._core.block_map(max_cells)))
+            case GetExpertMap(call):
+                self._send(Reply(call, self._core.expert_map()))
             case CheckIntegrity(call):
                 self._send(self._check_integrity(call))
             case _Waker():

@@ -17,7 +17,7 @@ from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import EngineDeadError
 
@@ -118,6 +118,10 @@ class EngineCore:
     def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._scheduler.block_map(max_cells)
+
+    def expert_map(self) -> ExpertMap:
+        """The loads of the experts that are balanced."""
+        return self._scheduler.experts.map()
 
     def step(self, *, waits: bool = True) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.

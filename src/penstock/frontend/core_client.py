@@ -14,13 +14,14 @@ from penstock.engine.core_messages import (
     AbortRequests,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Refused,
     Reply,
     ResetPrefixCache,
 )
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import BlockMap, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, StepReport
 from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
 from penstock.utils.wire import FrameReader
@@ -42,7 +43,7 @@ class CoreClient(asyncio.Protocol):
         self._reader = FrameReader(CODEC)
         self._transport: asyncio.Transport | None = None
         self._handler: Handler = _ignore
-        self._calls: dict[int, asyncio.Future[bool | BlockMap]] = {}
+        self._calls: dict[int, asyncio.Future[bool | BlockMap | ExpertMap]] = {}
         self._call_numbers = itertools.count()
         self._failure: Failed | None = None
         self._is_closing = False
@@ -78,6 +79,12 @@ class CoreClient(asyncio.Protocol):
         assert isinstance(found, BlockMap), found
         return found
 
+    async def expert_map(self) -> ExpertMap:
+        """Returns the loads of the experts that are balanced."""
+        found = await self._call(GetExpertMap)
+        assert isinstance(found, ExpertMap), found
+        return found
+
     async def check_integrity(self) -> None:
         """Raises AssertionError if the core's derived state is inconsistent."""
         await self._call(CheckIntegrity)
@@ -90,7 +97,7 @@ class CoreClient(asyncio.Protocol):
         if await asyncio.to_thread(self._process.ended, _EXIT_SECONDS) is None:
             await asyncio.to_thread(self._process.end)
 
-    async def _call(self, make_message: Callable[[int], Any]) -> bool | BlockMap:
+    async def _call(self, make_message: Callable[[int], Any]) -> bool | BlockMap | ExpertMap:
         number = next(self._call_numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -158,7 +165,7 @@ class CoreClient(asyncio.Protocol):
         return EngineDeadError(closed if how is None else f"the engine core's process {how}")
 
 
-def _resolve(future: asyncio.Future[bool | BlockMap], reply: Reply) -> None:
+def _resolve(future: asyncio.Future[bool | BlockMap | ExpertMap], reply: Reply) -> None:
     if reply.error is None:
         future.set_result(reply.value)
     else:
