@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 328,
     "cli": 1424,
-    "config": 1584,
+    "config": 1585,
     "core": 1730,
     "engine": 766,
     "executor": 559,
@@ -39,7 +39,7 @@ BUDGETS = {
     "penstock": 45,
     "router": 1888,
     "runner": 2709,
-    "server": 4167,
+    "server": 4325,
     "simulation": 3351,
     "tokenizer": 338,
     "utils": 556,

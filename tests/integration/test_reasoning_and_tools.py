@@ -37,9 +37,18 @@ ANSWERS = {
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
     '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "pythonic": "[get_weather(city='Paris', days=2)]",
+    "lfm2": "<|tool_call_start|>[get_weather(city='Paris', days=2)]<|tool_call_end|>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
+    "<arg_value>2</arg_value></tool_call>",
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}]',
+    "phi4_mini_json": 'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}]',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
 }
 # Families whose calls may follow text.
-MIXED = ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "deepseek_v31"]
+MIXED = sorted(set(ANSWERS) - {"llama3_json", "pythonic"})
 THOUGHT = "<think>\nI need the\nweather.\n</think>\n\n"
 REASONING = "I need the\nweather."
 

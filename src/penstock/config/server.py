@@ -11,7 +11,8 @@ from penstock.utils.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 TOOL_CALL_PARSERS = (
-    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "pythonic", "none",
+    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "pythonic", "lfm2",
+    "glm45", "glm47", "granite", "phi4_mini_json", "kimi_k2", "none",
 )  # fmt: skip
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1")
 
