@@ -39,7 +39,7 @@ BUDGETS = {
     "penstock": 45,
     "router": 1888,
     "runner": 2709,
-    "server": 4325,
+    "server": 4459,
     "simulation": 3351,
     "tokenizer": 338,
     "utils": 556,

@@ -14,7 +14,7 @@ import penstock
 from penstock.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.messages.structured_outputs import StructuredOutputsParams
-from penstock.server.openai.reasoning import REASONING_FORMATS
+from penstock.server.openai.reasoning_formats import REASONING_FORMATS
 from penstock.server.openai.tool_calls.parser import MAX_TOOL_CALLS
 from penstock.server.openai.tool_calls.registry import FORMATS, make_format
 from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
@@ -254,6 +254,25 @@ KIMI = {
     f"{KIMI_BEGIN}{KIMI_PARIS[:40]}": (f"{KIMI_BEGIN}{KIMI_PARIS[:40]}", []),
     KIMI_PARIS[:-20]: ("", [("f", '{"city": "Pari')]),
 }
+
+
+def harmony(name: str, arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+
+
+HARMONY_PARIS = harmony("f", PARIS_JSON)
+HARMONY = {
+    HARMONY_PARIS: ("", [PARIS_CALL]),
+    HARMONY_PARIS.replace(" <|constrain|>json", ""): ("", [PARIS_CALL]),
+    f"Let me see.\n{HARMONY_PARIS}{harmony(*G)}": ("Let me see.", [PARIS_CALL, G]),
+    HARMONY_PARIS.removesuffix("<|call|>"): ("", [PARIS_CALL]),
+    # Not a call.
+    harmony("h", "{}"): (harmony("h", "{}"), []),
+    HARMONY_PARIS.replace("json", "code"): (HARMONY_PARIS.replace("json", "code"), []),
+    "<|channel|>commentary<|message|>a": ("<|channel|>commentary<|message|>a", []),
+    HARMONY_PARIS[:50]: (HARMONY_PARIS[:50], []),
+    HARMONY_PARIS[:-12]: ("", [("f", '{"city": "Par')]),
+}
 HERMES = {
     '<tool_call>{"name": "h", "arguments": {}}</tool_call>': (
         '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
@@ -283,13 +302,14 @@ FAMILIES: dict[str, dict[str, tuple[str, list[tuple[str, str]]]]] = {
     "granite": GRANITE,
     "phi4_mini_json": PHI,
     "kimi_k2": KIMI,
+    "openai": HARMONY,
 }
 CASES = [(name, text) for name, cases in FAMILIES.items() for text in cases]
 
 
 def test_every_family_has_a_flag_and_cases() -> None:
     assert set(FORMATS) == set(FAMILIES) == set(TOOL_CALL_PARSERS) - {"auto", "none"}
-    assert set(REASONING_FORMATS) == set(REASONING_PARSERS)
+    assert set(REASONING_FORMATS) == set(REASONING_PARSERS) - {"auto"}
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
@@ -368,6 +388,7 @@ FORCED = {
     "granite": '<|tool_call|>[{"name": "f", "arguments": {"city": "Rome", "days": 2}}]',
     "phi4_mini_json": 'functools[{"name": "f", "arguments": {"city": "Rome", "days": 2}}]',
     "kimi_k2": KIMI_BEGIN + kimi("f", ROME_JSON) + KIMI_END,
+    "openai": harmony("f", ROME_JSON),
 }
 TEXT_ARGUMENTS = ("qwen3_coder", "glm45", "glm47")
 WRONG = [("Rome", '"Rome'), ("2", '"x"'), ("2", "2.5"), ("city", "town"), ("days", "hours")]
@@ -481,7 +502,7 @@ def test_the_format_of_a_tokenizer() -> None:
 
 # ---- Strict calls, and answers without calls ----
 
-WITH_TRIGGERS = sorted(set(FORMATS) - {"llama3_json", "pythonic"})
+WITH_TRIGGERS = sorted(set(FORMATS) - {"llama3_json", "pythonic", "openai"})
 
 
 @pytest.mark.parametrize("name", WITH_TRIGGERS)

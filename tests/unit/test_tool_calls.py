@@ -297,6 +297,7 @@ def test_calls_written_by_the_template_are_parsed() -> None:
         ("{{ '<|start_of_role|>assistant<|end_of_role|><|tool_call|>' + tools }}", "granite"),
         ("{{ '<|' + message['role'] + '|>' + '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>{{ call_id }}", "kimi_k2"),
+        ("{{- '<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' }}", "openai"),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
         ("""{{- 'Respond in the format {"name": function name, "parameters": dictionary of names' }}""", "llama3_json"),
         (r"\"Respond in the format {\\\"name\\\": function name, ", None),

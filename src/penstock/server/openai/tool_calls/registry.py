@@ -6,6 +6,7 @@ import re
 
 from penstock.server.openai.tool_calls.deepseek import CALLS_BEGIN, DeepSeekV3Format, DeepSeekV31Format
 from penstock.server.openai.tool_calls.glm import KEY, Glm45Format, Glm47Format
+from penstock.server.openai.tool_calls.harmony import CALL_BEGIN, HarmonyFormat
 from penstock.server.openai.tool_calls.hermes import OPENING_TAG, HermesFormat
 from penstock.server.openai.tool_calls.json_array import GRANITE_TAG, GraniteFormat, PhiFormat
 from penstock.server.openai.tool_calls.kimi import CALLS_BEGIN as KIMI_CALLS_BEGIN
@@ -33,6 +34,7 @@ FORMATS: dict[str, type[ToolCallFormat]] = {
         GraniteFormat,
         PhiFormat,
         KimiK2Format,
+        HarmonyFormat,
     )
 }
 
@@ -56,6 +58,8 @@ def detect_format(chat_template_source: str | None) -> str | None:
     format.
     """
     source = chat_template_source or ""
+    if CALL_BEGIN.split()[0] in source:
+        return HarmonyFormat.NAME
     if OPENING_TAG in source:
         if _QWEN3_CODER_MARK in source:
             return Qwen3CoderFormat.NAME

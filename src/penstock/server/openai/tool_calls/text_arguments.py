@@ -33,6 +33,7 @@ class TextArgumentsParser(TaggedParser):
         except Malformed:
             return False, self._break_off()
         self._begin(name, content)
+        self._held.append(char)  # it is not used yet
         seen: set[str] = set()
         try:
             while (key := (yield from self._key(char))) is not None:
