@@ -64,7 +64,7 @@ async def _pictures(service: Service, replica: Replica) -> AsyncGenerator[bytes,
 
 async def _blocks(replica: Replica) -> dict[str, Any]:
     info = replica.info
-    found = await replica.core.block_map(_MAX_CELLS)
+    found = await replica.block_map(_MAX_CELLS)
     return {
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
