@@ -143,7 +143,7 @@ class ExpertBalancer:
                 self._num_failed += not is_done
                 self._round.num_failed += not is_done
         self._end_round(plan.step)
-        if plan.is_empty:
+        if not plan.uses_experts:
             return
         self._record(result.experts.loads)
         self._num_steps_to_go -= 1

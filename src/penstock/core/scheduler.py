@@ -182,11 +182,11 @@ class Scheduler:
 
     # ---- Decide ----
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self, must: bool = False) -> SchedulerOutput | None:
         """Plans one step: running requests first, then as many waiting ones as fit.
 
         Returns None when nothing can be computed before a step in flight is processed. Other messages to the runner
-        can wait until then.
+        can wait until then. If it `must`, it plans a step without tokens, for another engine that shares its experts.
         """
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step + 1, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
@@ -194,7 +194,7 @@ class Scheduler:
         self._failed += self._on_lost_loads(self._remote.give_up_overdue())
         self._running.balance()
         self._fill(plan)
-        if plan.is_empty and not plan.begins_load and self._last_admissions:
+        if plan.is_empty and not plan.begins_load and self._last_admissions and not must:
             self._rewound_request_ids |= plan.preempted_request_ids
             return None
         self._step += 1

@@ -20,10 +20,13 @@ from penstock.utils.wire import Codec
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded. `limits` are the scheduler's limits, as the memory permits."""
+    """The model is loaded. `limits` are the scheduler's limits, as the memory permits. With several engines, one such
+    message comes from each, in the order of their data parallel ranks.
+    """
 
     info: EngineInfo
     limits: SchedulerConfig
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,20 @@ class Refused:
 class ResetPrefixCache:
     call: int
     reset_connector: bool = False
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CheckIntegrity:
     call: int
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GetBlockMap:
     call: int
     max_cells: int
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

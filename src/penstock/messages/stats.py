@@ -111,7 +111,7 @@ class RequestEvent:
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one call of `EngineCore.step`: outputs and events of requests. `num_tokens` is how many tokens the
     processed step computed, 0 if there was nothing to process. `kv_events` are the KV events since the last report, if
-    the engine reports them.
+    the engine reports them. `dp_rank` is the engine's among those of its core.
     """
 
     outputs: tuple[EngineOutput, ...]
@@ -119,3 +119,4 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int
     stats: SchedulerStats
     kv_events: tuple[KVEvent, ...] = ()
+    dp_rank: int = 0

@@ -55,7 +55,7 @@ async def _pictures(service: Service, replica: Replica) -> AsyncGenerator[bytes,
         # When the engine has died, its last snapshot is shown until another one serves; the health shows the reason.
         if service.clock.now() >= maps_due:
             with contextlib.suppress(EngineDeadError, OverloadedError):
-                experts = msgspec.to_builtins(await replica.core.expert_map())
+                experts = msgspec.to_builtins(await replica.expert_map())
                 maps = {"blocks": await _blocks(replica), "experts": experts}
             maps_due = service.clock.now() + replica.info.num_blocks * _SECONDS_PER_BLOCK
         yield event({**_picture(service, replica), **maps})
@@ -65,7 +65,7 @@ async def _pictures(service: Service, replica: Replica) -> AsyncGenerator[bytes,
 
 async def _blocks(replica: Replica) -> dict[str, Any]:
     info = replica.info
-    found = await replica.core.block_map(_MAX_CELLS)
+    found = await replica.block_map(_MAX_CELLS)
     return {
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
