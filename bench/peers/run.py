@@ -4,7 +4,7 @@
         llama_cpp=LLAMA_VENV/bin/python transformers=.venv/bin/python
 
 Each engine has its own interpreter, because they cannot be installed together. `--shape` names a folder with a
-config.json; the weights are random.
+config.json; the weights are random. `--layers` leaves out the layers after that many.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import argparse
 import json
 import statistics
 import subprocess
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COLUMNS = ("decode_b1", "decode_b8", "decode_b32", "prefill")
 
 
 def main() -> None:
@@ -24,19 +24,28 @@ def main() -> None:
     parser.add_argument("engines", nargs="+", metavar="ENGINE=PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", type=Path, default=HERE.parent / "shapes" / "qwen3-0.6b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batches", nargs="+", default=["1", "8", "32"])
     args = parser.parse_args()
+    columns = (*(f"decode_b{batch}" for batch in args.batches), "prefill")
+    config = json.loads((args.shape / "config.json").read_text())
+    config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     engines = dict(engine.split("=", 1) for engine in args.engines)
     results: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
-    for number in range(args.rounds):
-        for engine, python in engines.items():
-            command = [python, str(HERE / f"run_{engine}.py"), str(args.shape)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            results[engine].append(json.loads(done.stdout.strip().splitlines()[-1]))
-            print(f"round {number + 1}: {json.dumps(results[engine][-1])}", flush=True)
-    print(f"\n| tokens/s, median of {args.rounds} | " + " | ".join(COLUMNS) + " |")
-    print("|---" * (len(COLUMNS) + 1) + "|")
+    with tempfile.TemporaryDirectory() as folder:
+        shape = Path(folder) / args.shape.name
+        shape.mkdir()
+        (shape / "config.json").write_text(json.dumps(config))
+        for number in range(args.rounds):
+            for engine, python in engines.items():
+                command = [python, str(HERE / f"run_{engine}.py"), str(shape), *args.batches]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                results[engine].append(json.loads(done.stdout.strip().splitlines()[-1]))
+                print(f"round {number + 1}: {json.dumps(results[engine][-1])}", flush=True)
+    print(f"\n| tokens/s, median of {args.rounds} | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
     for engine, rows in results.items():
-        medians = [statistics.median(row[column] for row in rows) for column in COLUMNS]
+        medians = [statistics.median(row[column] for row in rows) for column in columns]
         print(f"| {engine} | " + " | ".join(f"{median:g}" for median in medians) + " |")
 
 

@@ -1,7 +1,7 @@
 """llama.cpp (through llama-cpp-python's C interface) on the workload.
 
-Writes a GGUF file with random bfloat16 weights in the shape of the given config.json, once, and keeps it in the folder
-for temporary files.
+Writes a GGUF file with random bfloat16 weights in the shape of the given config.json (Qwen3, Qwen3-MoE, DeepSeek-V2 or
+GLM-4.7-Flash) into that folder, once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 import gguf
@@ -20,55 +19,141 @@ from workload import measure
 MAX_TOKENS = 32 * 256
 
 
-def write_gguf(folder: Path, file: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    heads, kv_heads, head = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    vocab = config["vocab_size"]
-    writer = gguf.GGUFWriter(str(file), "qwen3")
-    writer.add_block_count(layers)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{i}" for i in range(vocab)])
-    writer.add_token_merges(["t 0"])
-    rng = np.random.default_rng(0)
+ARCHITECTURES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+}
+SOFTMAX, SIGMOID = 1, 2
 
-    def matrix(name: str, rows: int, columns: int) -> None:
-        values = (rng.standard_normal((rows, columns), dtype=np.float32) * 0.02).view(np.uint32) >> 16
+
+class Checkpoint:
+    """A GGUF file in the shape of a config.json."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.is_latent = "kv_lora_rank" in self.config
+        self.hidden: int = self.config["hidden_size"]
+        self._writer = gguf.GGUFWriter(str(file), ARCHITECTURES[self.config["model_type"]])
+        self._rng = np.random.default_rng(0)
+
+    def write(self) -> None:
+        self._describe()
+        self._matrix("token_embd.weight", self.config["vocab_size"], self.hidden)
+        self._norm("output_norm.weight", self.hidden)
+        if not self.config["tie_word_embeddings"]:
+            self._matrix("output.weight", self.config["vocab_size"], self.hidden)
+        for layer in range(self.config["num_hidden_layers"]):
+            self._prefix = f"blk.{layer}."
+            self._norm("attn_norm.weight", self.hidden)
+            self._latent_attention() if self.is_latent else self._attention()
+            self._norm("ffn_norm.weight", self.hidden)
+            has_experts = self.num_experts and layer >= self.config.get("first_k_dense_replace", 0)
+            self._experts() if has_experts else self._dense("", self.config["intermediate_size"])
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_tensors_to_file()
+        self._writer.close()
+
+    @property
+    def num_experts(self) -> int:
+        return self.config.get("num_experts") or self.config.get("n_routed_experts") or 0
+
+    # ---- Metadata ----
+
+    def _describe(self) -> None:
+        config, writer = self.config, self._writer
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(self.hidden)
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+        writer.add_token_merges(["t 0"])
+        if self.is_latent:
+            rope, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+            writer.add_head_count_kv(1)
+            writer.add_key_length(latent + rope)
+            writer.add_value_length(latent)
+            writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+            writer.add_value_length_mla(config["v_head_dim"])
+            writer.add_kv_lora_rank(latent)
+            if config["q_lora_rank"]:
+                writer.add_q_lora_rank(config["q_lora_rank"])
+            writer.add_rope_dimension_count(rope)
+        else:
+            writer.add_head_count_kv(config["num_key_value_heads"])
+            writer.add_key_length(config["head_dim"])
+            writer.add_value_length(config["head_dim"])
+        if self.num_experts:
+            writer.add_expert_count(self.num_experts)
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if self.is_latent and self.num_experts:
+            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_expert_gating_func(SIGMOID if config["scoring_func"] == "sigmoid" else SOFTMAX)
+
+    # ---- Tensors ----
+
+    _prefix = ""
+
+    def _matrix(self, name: str, *shape: int) -> None:
+        values = (self._rng.standard_normal(shape, dtype=np.float32) * 0.02).view(np.uint32) >> 16
         data = values.astype(np.uint16).view(np.uint8)
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        self._writer.add_tensor(self._prefix + name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
 
-    def norm(name: str, size: int) -> None:
-        writer.add_tensor(name, np.ones(size, dtype=np.float32))
+    def _norm(self, name: str, size: int) -> None:
+        self._writer.add_tensor(self._prefix + name, np.ones(size, dtype=np.float32))
 
-    matrix("token_embd.weight", vocab, hidden)
-    norm("output_norm.weight", hidden)
-    for layer in range(layers):
-        prefix = f"blk.{layer}."
-        norm(prefix + "attn_norm.weight", hidden)
-        matrix(prefix + "attn_q.weight", heads * head, hidden)
-        matrix(prefix + "attn_k.weight", kv_heads * head, hidden)
-        matrix(prefix + "attn_v.weight", kv_heads * head, hidden)
-        norm(prefix + "attn_q_norm.weight", head)
-        norm(prefix + "attn_k_norm.weight", head)
-        matrix(prefix + "attn_output.weight", hidden, heads * head)
-        norm(prefix + "ffn_norm.weight", hidden)
-        matrix(prefix + "ffn_gate.weight", inner, hidden)
-        matrix(prefix + "ffn_up.weight", inner, hidden)
-        matrix(prefix + "ffn_down.weight", hidden, inner)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    def _attention(self) -> None:
+        config, head = self.config, self.config["head_dim"]
+        for name, count in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+            self._matrix(f"attn_{name}.weight", config[count] * head, self.hidden)
+        self._norm("attn_q_norm.weight", head)
+        self._norm("attn_k_norm.weight", head)
+        self._matrix("attn_output.weight", self.hidden, config["num_attention_heads"] * head)
+
+    def _latent_attention(self) -> None:
+        config = self.config
+        heads, latent, rope = config["num_attention_heads"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+        nope, value, rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+        if rank:
+            self._matrix("attn_q_a.weight", rank, self.hidden)
+            self._norm("attn_q_a_norm.weight", rank)
+            self._matrix("attn_q_b.weight", heads * (nope + rope), rank)
+        else:
+            self._matrix("attn_q.weight", heads * (nope + rope), self.hidden)
+        self._matrix("attn_kv_a_mqa.weight", latent + rope, self.hidden)
+        self._norm("attn_kv_a_norm.weight", latent)
+        self._matrix("attn_k_b.weight", heads, latent, nope)
+        self._matrix("attn_v_b.weight", heads, value, latent)
+        self._matrix("attn_output.weight", self.hidden, heads * value)
+
+    def _dense(self, kind: str, inner: int) -> None:
+        self._matrix(f"ffn_gate{kind}.weight", inner, self.hidden)
+        self._matrix(f"ffn_up{kind}.weight", inner, self.hidden)
+        self._matrix(f"ffn_down{kind}.weight", self.hidden, inner)
+
+    def _experts(self) -> None:
+        config, inner = self.config, self.config["moe_intermediate_size"]
+        router = self._rng.standard_normal((self.num_experts, self.hidden), dtype=np.float32) * 0.02
+        self._writer.add_tensor(f"{self._prefix}ffn_gate_inp.weight", router)
+        if config.get("scoring_func") == "sigmoid":
+            self._writer.add_tensor(f"{self._prefix}exp_probs_b.bias", np.zeros(self.num_experts, np.float32))
+        self._matrix("ffn_gate_exps.weight", self.num_experts, inner, self.hidden)
+        self._matrix("ffn_up_exps.weight", self.num_experts, inner, self.hidden)
+        self._matrix("ffn_down_exps.weight", self.num_experts, self.hidden, inner)
+        if config.get("n_shared_experts"):
+            self._dense("_shexp", inner * config["n_shared_experts"])
 
 
 class Engine:
@@ -121,9 +206,9 @@ class Engine:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    file = Path(tempfile.gettempdir()) / f"penstock-bench-{folder.name}.gguf"
+    file = folder / "model.gguf"
     if not file.exists():
-        write_gguf(folder, file)
+        Checkpoint(folder, file).write()
     measure("llama.cpp", Engine(file).generate)
 
 

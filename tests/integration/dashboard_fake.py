@@ -1,7 +1,7 @@
 """A server that only has a dashboard: the real page, a fake engine, and a chat that repeats its input.
 
-`python -m tests.integration.dashboard_fake [--idle] [--transfers] [--api-key KEY] [--port 8009]` serves it for
-development of the page.
+`python -m tests.integration.dashboard_fake [--idle] [--transfers] [--experts] [--api-key KEY] [--port 8009]` serves it
+for development of the page.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class FakeEngine:
         self.paused = False
         self.speculation = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_per_position": []}
         self.connector: dict[str, float] = {}
+        self.experts: dict[str, Any] = {}
         self.transfers: FakeTransfers | None = None
         self.health: dict[str, str | None] = {"status": "ok", "reason": None}
         self.requests: list[FakeRequest] = []
@@ -191,6 +192,7 @@ class FakeEngine:
                 "itl_p50": 0.0213 if busy else None,
                 "itl_p90": 0.0487 if busy else None,
             },
+            "experts": self.experts,
             "requests": [self._describe(request) for request in self.requests],
             "num_requests_not_shown": 0,
             "blocks": {
@@ -272,6 +274,21 @@ class FakeEngine:
             self._cells[block] = self._random.choice("ccf")
         self._free.extend(request.blocks)
         request.blocks = []
+
+
+def fake_experts(num_layers: int = 24, num_ranks: int = 4, num_slots: int = 128) -> dict[str, Any]:
+    """Returns the map of experts whose load was skewed and is balanced."""
+    rng = random.Random(1)
+
+    def loads(spread: int) -> dict[str, Any]:
+        rows = [[min(25, max(0, round(rng.gauss(8, spread)))) for _ in range(num_slots)] for _ in range(num_layers)]
+        size = num_slots // num_ranks
+        sums = [[sum(row[first : first + size]) for first in range(0, num_slots, size)] for row in rows]
+        peaks = [max(of_ranks) * num_ranks / sum(of_ranks) for of_ranks in sums]
+        return {"cells": ["".join(chr(ord("a") + level) for level in row) for row in rows], "peaks": peaks}
+
+    names = [f"model.layers.{layer}.mlp" for layer in range(num_layers)]
+    return {"layers": names, "num_ranks": num_ranks, "before": loads(7), "now": loads(1)}
 
 
 class FakeServer:
@@ -399,11 +416,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--idle", action="store_true", help="no requests arrive")
     parser.add_argument("--transfers", action="store_true", help="KV moves between the engine and others")
+    parser.add_argument("--experts", action="store_true", help="the engine balances experts")
     parser.add_argument("--api-key", help="require this key")
     parser.add_argument("--port", type=int, default=8009)
     args = parser.parse_args()
     engine = FakeEngine(idle=args.idle)
     engine.transfers = FakeTransfers() if args.transfers else None
+    engine.experts = fake_experts() if args.experts else {}
     with FakeServer(engine, api_key=args.api_key, port=args.port):
         threading.Event().wait()
 

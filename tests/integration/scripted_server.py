@@ -21,7 +21,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.server.app import create_app
-from penstock.server.openai.reasoning import make_reasoning_format
+from penstock.server.openai.reasoning_formats import make_reasoning_format
 from penstock.server.openai.tool_calls.registry import make_format
 from penstock.server.service import Service
 from penstock.tokenizer.tokenizer import Tokenizer

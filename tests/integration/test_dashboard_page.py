@@ -146,6 +146,29 @@ def test_drafts_and_tiers(browser: Any, idle: FakeServer) -> None:
     watched.close()
 
 
+def test_loads_of_experts_before_and_now(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url, viewport=PHONE)
+    page = watched.live()
+    sync_api.expect(page.locator("#experts")).to_be_hidden()
+    before = {"cells": ["aiay", "iiii"], "peaks": [1.5, 1.0]}
+    now = {"cells": ["iaay", "iiii"], "peaks": [1.1, 1.0]}
+    idle.engine.experts = {"layers": ["one", "two"], "num_ranks": 2, "before": before, "now": now}
+    sync_api.expect(page.locator("#experts-note")).to_have_text("2 layers, 4 slots on 2 ranks, a row for each layer")
+    sync_api.expect(page.locator("#peak-before")).to_have_text("the busiest rank has 1.25 times the mean load")
+    sync_api.expect(page.locator("#peak-now")).to_have_text("the busiest rank has 1.05 times the mean load")
+    # The hottest slot, and those without load.
+    assert page.evaluate(COUNT_PIXELS, ["experts-now", "--bad"]) > 20
+    free = page.evaluate(COUNT_PIXELS, ["experts-before", "--free"])
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    idle.engine.experts = {**idle.engine.experts, "before": {**before, "cells": ["iiay", "iiii"]}}
+    eventually(lambda: page.evaluate(COUNT_PIXELS, ["experts-before", "--free"]) < 0.75 * free, PATIENCE_S)
+    assert page.evaluate(FAINT_TEXT) == []
+    idle.engine.experts = {}
+    sync_api.expect(page.locator("#experts")).to_be_hidden()
+    assert watched.complaints == []
+    watched.close()
+
+
 def test_a_large_pool_shows_exact_counts_and_its_map_when_it_fills(browser: Any, idle: FakeServer) -> None:
     watched = Watched(browser, idle.url)
     page = watched.live()

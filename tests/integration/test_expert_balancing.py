@@ -77,7 +77,7 @@ def test_a_module_for_drafts_is_balanced_apart(tmp_path: Path) -> None:
     wanted = generate(plain, 30)
     plain.shutdown()
     llm = LLM(str(tmp_path / "deepseek-v3"), speculative_config=mtp, **common)
-    balancer = llm._core._scheduler._experts
+    balancer = llm._core._scheduler.experts
     # Nothing of the warm-up is left.
     assert not any(loads.any() for loads in balancer._loads.values())
     assert generate(llm, 30) == wanted

@@ -37,9 +37,20 @@ ANSWERS = {
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
     '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "pythonic": "[get_weather(city='Paris', days=2)]",
+    "lfm2": "<|tool_call_start|>[get_weather(city='Paris', days=2)]<|tool_call_end|>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
+    "<arg_value>2</arg_value></tool_call>",
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}]',
+    "phi4_mini_json": 'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}]',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    "openai": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Paris", "days": 2}<|call|>',
 }
 # Families whose calls may follow text.
-MIXED = ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "deepseek_v31"]
+MIXED = sorted(set(ANSWERS) - {"llama3_json", "pythonic"})
 THOUGHT = "<think>\nI need the\nweather.\n</think>\n\n"
 REASONING = "I need the\nweather."
 
@@ -273,6 +284,21 @@ def test_reasoning_is_separated_from_the_answer(get: Get, parser: str, api: str,
     # A call within the reasoning is not a call.
     server.answers(f"<think>{ANSWERS['hermes']}</think>Sunny.", step=step)
     assert ask(server) == ([("reasoning", ANSWERS["hermes"]), ("text", "Sunny.")], ended)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_messages_of_gpt_oss(get: Get, api: str, step: int) -> None:
+    server = get(reasoning_parser="openai_gptoss", tool_call_parser="openai")
+    ask, called, ended = APIS[api]
+    thought = "<|channel|>analysis<|message|>I need the\nweather.<|end|><|start|>assistant"
+    server.answers(f"{thought}<|channel|>final<|message|>Sunny.", step=step)
+    assert ask(server) == ([("reasoning", REASONING), ("text", "Sunny.")], ended)
+    server.answers(thought + ANSWERS["openai"], step=step)
+    assert ask(server) == ([("reasoning", REASONING), ("call", *CALL)], called)
+    preamble = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+    server.answers(thought + preamble + ANSWERS["openai"], step=step)
+    assert ask(server) == ([("reasoning", REASONING), ("text", "Let me see."), ("call", *CALL)], called)
 
 
 @pytest.mark.parametrize("api", APIS)

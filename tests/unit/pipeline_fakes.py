@@ -39,7 +39,7 @@ class TimedStages:
         self._known_at: dict[str, float] = {}
         self._rows = Rows(limits.max_num_seqs)
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
+    def execute_model(self, plan: SchedulerOutput, engine: int) -> None:
         self.plans.append(plan)
         self.now += self._host_seconds
         self._rows.remove(plan.finished_request_ids | plan.preempted_request_ids)
@@ -47,7 +47,7 @@ class TimedStages:
             self._rows.add(new.request_id, len(new.token_ids))
             self._known_at[new.request_id] = 0.0
 
-    def sample_tokens(self, masks: object) -> Later[ModelRunnerOutput]:
+    def sample_tokens(self, masks: object, engine: int) -> Later[ModelRunnerOutput]:
         plan = self.plans[-1]
         host = read_plan(plan, self._rows)
         begin = max([self.now, *(self._known_at[name] for name in plan.num_scheduled_tokens)])

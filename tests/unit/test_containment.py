@@ -21,6 +21,7 @@ from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.core_messages import CODEC, Refusal, Refused
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.joint_cores import JointCores
 from penstock.executor.executor import Executor
 from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Match, RequestView, SchedulerConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector
@@ -88,10 +89,10 @@ class Device(Executor):
     def __init__(self) -> None:
         self._plan: SchedulerOutput | None = None
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
+    def execute_model(self, plan: SchedulerOutput, engine: int = 0) -> None:
         self._plan = plan
 
-    def sample_tokens(self, _: object) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, _: object, engine: int = 0) -> Future[ModelRunnerOutput]:
         assert self._plan is not None
         done: Future[ModelRunnerOutput] = Future()
         done.set_result(ModelRunnerOutput(sampled_token_ids=dict.fromkeys(self._plan.num_scheduled_tokens, (1,))))
@@ -102,6 +103,10 @@ def make_core(connector: SchedulerConnector, grammars: StructuredOutputs | None 
     kv = KVCacheManager(CACHE, enable_prefix_caching=True)
     device: Any = Device()
     return EngineCore(Scheduler(CONFIG, kv, grammars, KVTransfer(connector)), device, depth, debug=True)
+
+
+def joint(core: EngineCore) -> JointCores:
+    return JointCores([core], Device())
 
 
 def make_request(request_id: str, first_token: int = 0, **params: Any) -> EngineRequest:
@@ -261,7 +266,7 @@ def test_a_value_that_has_ended_an_engine_ends_its_request(p2p: SchedulerConnect
     ours, theirs = socket.socketpair()
     core = make_core(p2p)
     with ours, theirs:
-        process = CoreProcess(core, Channel(theirs, CODEC), queue.SimpleQueue())
+        process = CoreProcess(joint(core), Channel(theirs, CODEC), queue.SimpleQueue())
         process._handle(make_request(POISON, **POISONS[poison]))
         (refused,) = FrameReader(CODEC).feed(ours.recv(1 << 16))
     assert isinstance(refused, Refused)
@@ -294,6 +299,6 @@ def test_the_front_end_is_told_that_the_engine_failed_on_a_request() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        process = CoreProcess(make_core(BrokenConnector("on_new_request")), Channel(theirs, CODEC), inbox)
+        process = CoreProcess(joint(make_core(BrokenConnector("on_new_request"))), Channel(theirs, CODEC), inbox)
         process._handle(make_request(POISON))
         assert FrameReader(CODEC).feed(ours.recv(1 << 16)) == [Refused(POISON, MESSAGE, Refusal.FAILED)]

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.engine.core_messages import CODEC
 from penstock.engine.core_process import CoreProcess, _Hangup, _Waker
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.joint_cores import JointCores
 from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.utils.child_process import Channel, Failed
 from penstock.utils.wire import FrameReader
@@ -26,6 +26,7 @@ from penstock.engine import core_process
 from penstock.utils.errors import EngineDeadError
 
 class BrokenCore:
+    cores = ()
     patience = 0.0
 
     def step(self, waits):
@@ -63,18 +64,19 @@ def test_the_reason_is_sent_before_anything_is_freed(shutdown: str, code: int) -
 
 
 class WaitingCore:
-    """A core whose requests all wait for KV of other engines, for a limited time."""
+    """Cores whose requests all wait for KV of other engines, for a limited time."""
 
     def __init__(self) -> None:
+        self.cores = ()
         self.patience: float | None = 60.0
         self.steps = queue.SimpleQueue[float | None]()
 
-    def step(self, *, waits: bool) -> StepReport:
+    def step(self, *, waits: bool) -> list[StepReport]:
         assert not waits, "messages of the front end may arrive meanwhile"
         patience, self.patience = self.patience, None
         self.steps.put(patience)
         stats = SchedulerStats(0, 1, 0.0, 0, 0, 0)
-        return StepReport(outputs=(), events=(), num_tokens=0, stats=stats)
+        return [StepReport(outputs=(), events=(), num_tokens=0, stats=stats)]
 
     def wake(self) -> None:
         self.patience = 0.0
@@ -84,7 +86,7 @@ def test_no_step_is_taken_until_kv_arrives_or_is_overdue() -> None:
     core, inbox = WaitingCore(), queue.SimpleQueue[Any]()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        running = threading.Thread(target=CoreProcess(cast(EngineCore, core), Channel(theirs, CODEC), inbox).run)
+        running = threading.Thread(target=CoreProcess(cast(JointCores, core), Channel(theirs, CODEC), inbox).run)
         running.start()
         with pytest.raises(queue.Empty):
             core.steps.get(timeout=0.05)

@@ -25,7 +25,7 @@ class FakeCore:
         self.is_shut_down = False
         self._handler: Callable[[Any], None] = lambda _: None
         if failure is None:
-            self.ready.set_result("ready")
+            self.ready.set_result(["ready"])
         else:
             self.ready.set_exception(failure)
 
@@ -52,7 +52,7 @@ class World:
         monkeypatch.setattr(core_restarts.CoreClient, "start", self._start)
         monkeypatch.setattr(RestartingCore, "_pause", self._pause)
         self.owner = RestartingCore(CorePlan(resolve(EngineArgs())), self.cores[0], max_restarts, self.clock)  # pyright: ignore
-        self.owner.set_handler(self.heard.append)
+        self.owner.add_handler(self.heard.append)
 
     async def _start(self, _: CorePlan) -> FakeCore:
         assert self.cores[-1].is_shut_down, "its memory must be free before another one starts"
@@ -161,6 +161,21 @@ async def test_a_death_before_the_handler_is_set_is_reported(monkeypatch: pytest
     core = FakeCore()
     core.die("too early")
     owner = RestartingCore(CorePlan(resolve(EngineArgs())), core, 0, world.clock)  # pyright: ignore
-    owner.set_handler(world.heard.append)
+    owner.add_handler(world.heard.append)
     assert owner.died.is_set()
     assert str(world.heard[-1]) == "too early"
+
+
+@scenario
+async def test_every_engine_of_a_core_hears_of_its_death_and_of_the_next_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, max_restarts=1)
+    other: list[object] = []
+    world.owner.add_handler(other.append)
+    await world.kill()
+    assert [type(each) for each in other] == [EngineDeadError, str]
+    assert other == world.heard
+    await world.kill("for good")
+    late: list[object] = []
+    world.owner.add_handler(late.append)
+    assert [str(each) for each in late] == ["for good"]
+    assert len(other) == 3

@@ -165,6 +165,27 @@ def test_the_load_becomes_equal() -> None:
     assert max(loads) / (sum(loads) / 3) < 1.1
 
 
+def test_the_map_has_the_loads_of_the_first_placement_and_of_the_present_one() -> None:
+    world = World(0, step_interval=200, window_size=10)
+    world.period = 1 << 20
+    empty = world.balancer.map()
+    assert empty.layers == ("a", "b", "c", "draft")
+    assert empty.num_ranks == 3
+    assert empty.now.cells == ("a" * 27,) * 4, "no load yet"
+    assert empty.now.peaks == (0.0,) * 4
+    world.run(380)
+    found = world.balancer.map()
+    # Experts 0 to 5 have load, and 0 to 2 two copies; a rank has 9 slots.
+    loads = world.loads(1)["a"][[*range(24), 0, 1, 2]] / np.array([2, 2, 2, *[1] * 21, 2, 2, 2])
+    assert found.before.peaks[0] == pytest.approx(loads[:9].sum() / (loads.sum() / 3))
+    assert [ord(level) - ord("a") for level in found.before.cells[0]] == [
+        min(25, round(8 * load / loads.mean())) for load in loads
+    ]
+    assert max(found.now.peaks) < 1.1 < 1.8 < min(found.before.peaks)
+    assert found.now.cells[0] != found.before.cells[0]
+    assert ExpertBalancer().map().layers == ()
+
+
 def test_a_failed_move_ends_only_its_layers_change() -> None:
     world = World(3, failure_rate=1.0)
     world.run(200)

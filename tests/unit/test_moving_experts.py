@@ -335,8 +335,8 @@ def parse(
     [
         ({"is_enabled": False}, "enable_eplb needs enable_expert_parallel"),
         ({"balances": False, "eplb_config": {}}, "eplb_config needs enable_eplb"),
-        ({"dp": 2}, "data_parallel_size=2 cannot be used with it, use tensor_parallel_size"),
-        ({"tp": 1}, "enable_eplb needs tensor_parallel_size of at least 2"),
+        ({"tp": 1}, "enable_eplb needs tensor_parallel_size or data_parallel_size of at least 2"),
+        ({"dp": 4}, "tensor_parallel_size=2 x data_parallel_size=4 ranks: set num_redundant_experts .* to 4"),
         ({"eplb_config": "[]"}, "eplb_config"),
         ({"eplb_config": "{"}, "eplb_config"),
         ({"eplb_config": {"window": 1}}, "window"),

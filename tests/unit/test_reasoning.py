@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.messages.structured_outputs import StructuredOutputsParams
-from penstock.server.openai.reasoning import REASONING_FORMATS, ReasoningFormat, Start, make_reasoning_format
+from penstock.server.openai.reasoning import ReasoningFormat, Start
+from penstock.server.openai.reasoning_formats import REASONING_FORMATS, detect_reasoning, make_reasoning_format
 from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
 from penstock.utils.errors import GrammarError, RequestError
 
@@ -20,6 +21,7 @@ DEMO = Path(penstock.__file__).parent / "demo"
 TOKENIZER = Tokenizer(DEMO, 4096)
 BACKEND = LLGuidanceBackend((DEMO / "tokenizer.json").read_text(encoding="utf-8"), 4096, (2, 0))
 QWEN3, DEEPSEEK, NONE = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"], REASONING_FORMATS["none"]
+HARMONY = REASONING_FORMATS["openai_gptoss"]
 SUM = "<think>\nTwo and two.\n\nFour.\n</think>\n\nIt is 4.\n"
 
 CASES: list[tuple[Start, str, str, str]] = [
@@ -47,6 +49,38 @@ CASES: list[tuple[Start, str, str, str]] = [
     (Start.INSIDE, "\nTwo and", "Two and", ""),
 ]
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+TO_F = "<|channel|>commentary to=functions.f"
+HARMONY_CASES: list[tuple[str, str, str]] = [
+    (f"{ANALYSIS}Two and two.<|end|>{FINAL}It is 4.<|return|>", "Two and two.", "It is 4."),
+    (f"{ANALYSIS}Two <|and|> <b>.<|end|>{FINAL}<|4|>", "Two <|and|> <b>.", "<|4|>"),
+    ("<|channel|>final<|message|>4", "", "4"),
+    # Several messages of a kind.
+    (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c", "a\n\nb", "c"),
+    (f"<|channel|>commentary<|message|>Let me see.<|end|>{FINAL}4", "", "Let me see.\n\n4"),
+    # Calls: what is between the name and the arguments, and another place of the name.
+    (
+        f"{ANALYSIS}a<|end|><|start|>assistant{TO_F} <|constrain|>json<|message|>{{}}<|call|>",
+        "a",
+        f"{TO_F}<|message|>{{}}<|call|>",
+    ),
+    (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", f"{TO_F}<|message|>{{}}<|call|>"),
+    # A message begins without the end of the last one.
+    (f"{ANALYSIS}a{FINAL}b", "a", "b"),
+    ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", "a", "b"),
+    # No channels: content as it is.
+    ('{"a": 1}', "", '{"a": 1}'),
+    ("\n too late", "", "\n too late"),
+    ("<|channel|>" + "x" * 600, "", "x" * 600),
+    # Cut off by the length limit.
+    ("", "", ""),
+    ("<|chan", "", "<|chan"),
+    ("<|channel|>ana", "", ""),
+    (f"{ANALYSIS}Two <|en", "Two <|en", ""),
+    (f"{ANALYSIS}a<|end|><|start|>assis", "a", ""),
+]
+
 PIECES = ["<think>", "</think>", "<", "</thi", "\n", " ", "a", "think>"]
 
 
@@ -60,6 +94,63 @@ def read(form: ReasoningFormat, start: Start, pieces: list[str]) -> tuple[str, s
 def test_reasoning_and_content(start: Start, text: str, reasoning: str, content: str) -> None:
     for pieces in ([text], list(text)):
         assert read(QWEN3, start, pieces) == (reasoning, content)
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), HARMONY_CASES)
+def test_messages_of_gpt_oss(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text), [text[start : start + 7] for start in range(0, len(text), 7)]):
+        assert read(HARMONY, Start.POSSIBLE, pieces) == (reasoning, content)
+    assert read(HARMONY, Start.OVER, [text]) == ("", text)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.sampled_from(
+            [*(each[0] for each in HARMONY_CASES[:8]), "<|", "|>", "<|end|>", "<|message|>", "a", "\n", " "]
+        ),
+        max_size=8,
+    ).map("".join),
+    st.lists(st.integers(0), max_size=5),
+)
+def test_any_split_of_messages_gives_the_same(text: str, cuts: list[int]) -> None:
+    borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    whole = read(HARMONY, Start.POSSIBLE, [text])
+    assert read(HARMONY, Start.POSSIBLE, list(text)) == whole
+    assert read(HARMONY, Start.POSSIBLE, [text[a:b] for a, b in itertools.pairwise(borders)]) == whole
+
+
+def test_constraints_of_gpt_oss_apply_to_the_last_message() -> None:
+    final = "<|channel|>final<|message|>{}"
+    for good in (final, f"{ANALYSIS}so [] <|en<|end|><|start|>assistant{final}"):
+        assert is_accepted(HARMONY, Start.POSSIBLE, good, json_object=True)
+        assert not is_accepted(HARMONY, Start.POSSIBLE, good.replace("{}", "[]]"), json_object=True)
+    assert not is_accepted(HARMONY, Start.POSSIBLE, f"{ANALYSIS}so", json_object=True)
+    assert not is_accepted(HARMONY, Start.POSSIBLE, "{}", json_object=True)
+    assert is_accepted(HARMONY, Start.OVER, "{}", json_object=True)
+    # The tokenizer here has no such tag, so another token stands in for it.
+    known = HARMONY.with_tokens({"<|end|>": AddedToken(1, True)})
+    assert known.needs_special_tokens(Start.POSSIBLE)
+    thought = f"{ANALYSIS}so<|im_start|><|start|>assistant{final}"
+    assert is_accepted(known, Start.POSSIBLE, thought, json_object=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (None, "none"),
+        ("{{ messages }}", "none"),
+        ("{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}", "qwen3"),
+        ("{{'<｜Assistant｜><think>\n'}}{{ content.split('</think>')[-1] }}", "deepseek_r1"),
+        ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}", "openai_gptoss"),
+        (
+            "Write your thoughts after 'Here is my thought process:' and the rest after 'Here is my response:'",
+            "granite",
+        ),
+    ],
+)
+def test_the_format_is_detected_from_the_template(template: str | None, name: str) -> None:
+    assert detect_reasoning(template) == name
 
 
 @settings(max_examples=300)
@@ -165,6 +256,8 @@ def test_an_opening_tag_that_is_a_token_is_not_spelled() -> None:
 def test_the_tokenizer_s_tags_are_looked_up() -> None:
     assert make_reasoning_format("qwen3", None) == QWEN3
     assert make_reasoning_format("qwen3", TOKENIZER) == QWEN3
+    assert make_reasoning_format("auto", TOKENIZER) == NONE
+    assert make_reasoning_format("auto", None) == NONE
 
 
 def test_invalid_grammars_of_reasoning_are_refused() -> None:

@@ -92,7 +92,7 @@ class SilentCore:
         self.client = self
         self.emit: Callable[[Any], None] = lambda _: None
 
-    def set_handler(self, handler: Callable[[Any], None]) -> None:
+    def add_handler(self, handler: Callable[[Any], None]) -> None:
         self.emit = handler
 
     def add_request(self, request: EngineRequest) -> None: ...
@@ -100,9 +100,9 @@ class SilentCore:
     def abort_requests(self, request_ids: tuple[str, ...]) -> None: ...
 
 
-def replica(core: SilentCore) -> Replica:
+def replica(core: SilentCore, dp_rank: int = 0) -> Replica:
     limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=5000)
-    ready = SimpleNamespace(info=None, limits=limits)
+    ready = SimpleNamespace(info=None, limits=limits, dp_rank=dp_rank)
     return Replica(cast("RestartingCore", core), cast("Ready", ready), None, (), lambda: None)
 
 
@@ -200,6 +200,22 @@ def test_blocks_of_other_salts_other_media_and_windows_do_not_count() -> None:
     assert pair.ranks(request(1000)) == [0, 1, 0, 1]
     pair.cores[1].emit(report(stored(50, "mine")))
     assert [pair.choose(request(1000, salt))[1] for salt in ("mine", None, "yours", "mine")] == [800, 0, 0, 800]
+
+
+def test_replicas_of_one_core_take_their_own_reports_and_mark_their_requests() -> None:
+    sent: list[EngineRequest] = []
+    cores = [SilentCore(), SilentCore()]
+    pair = [replica(core, rank) for rank, core in enumerate(cores)]
+    for core in cores:
+        core.add_request = sent.append
+    for rank, usage in ((0, 0.25), (1, 0.75)):
+        stats = SchedulerStats(0, 0, usage, 0, 0, 0)
+        for core in cores:
+            core.emit(StepReport(outputs=(), events=(), num_tokens=0, stats=stats, dp_rank=rank))
+    assert [each.stats.kv_cache_usage for each in pair] == [0.25, 0.75]
+    for each in pair:
+        each.submit(request(10), 0.0, None)
+    assert [each.dp_rank for each in sent] == [0, 1]
 
 
 def test_a_policy_that_does_not_exist_is_refused() -> None:

@@ -37,6 +37,9 @@ class Case:
         Case({"wrapper": "gemma3"}, "  serves     the text part of a gemma3, without images, video and sound"),
         Case({"num_threads": 1}, "  device     cpu, avx2 kernels, 1 thread"),
         Case({"data_parallel_size": 3}, "  engines    3, each as follows"),
+        Case(
+            {"data_parallel_size": 3, "shares_experts": True}, "  engines    3 that share the experts, each as follows"
+        ),
         Case({"tensor_parallel_size": 2}, "  device     cpu, avx2 kernels, 2 threads each"),
         Case(
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},

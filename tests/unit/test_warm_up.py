@@ -47,7 +47,7 @@ def test_warm_up_takes_the_real_paths(drafts: int, depth: int) -> None:
     cache = cache_config(layers, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
     executor.load()
     executor.initialize(InitializeWorker(cache=cache, limits=limits))
-    warm_up(executor, cache, limits)
+    warm_up(executor, [(limits, cache)])
     prefills = [new for plan in recorder.plans for new in plan.new_requests]
     assert {len(new.token_ids) for new in prefills} == {2 + drafts}
     assert any(len(plan.new_requests) > 1 for plan in recorder.plans), "prompts run alone and together"

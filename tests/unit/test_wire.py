@@ -19,6 +19,7 @@ from penstock.engine.core_messages import (
     AbortRequests,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Refusal,
     Refused,
@@ -29,7 +30,15 @@ from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
-from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import (
+    BlockMap,
+    ExpertLoads,
+    ExpertMap,
+    RequestEvent,
+    RequestEventKind,
+    SchedulerStats,
+    StepReport,
+)
 from penstock.utils import wire
 from penstock.utils.child_process import Failed
 from penstock.utils.errors import WireError
@@ -95,6 +104,8 @@ reports = st.builds(
     stats=st.builds(SchedulerStats, count, count, real, count, count, count),
 )
 block_map = st.builds(BlockMap, text, st.dictionaries(text, count, max_size=3))
+expert_loads = st.builds(ExpertLoads, st.lists(text, max_size=3).map(tuple), st.lists(real, max_size=3).map(tuple))
+expert_map = st.builds(ExpertMap, st.lists(text, max_size=3).map(tuple), count, expert_loads, expert_loads)
 messages = st.one_of(
     requests,
     reports,
@@ -102,9 +113,10 @@ messages = st.one_of(
     st.builds(ResetPrefixCache, count, flag),
     st.builds(CheckIntegrity, count),
     st.builds(GetBlockMap, count, count),
+    st.builds(GetExpertMap, count),
     st.builds(Failed, text, flag),
     st.builds(Refused, text, text, st.sampled_from(Refusal), maybe_text),
-    st.builds(Reply, count, flag | block_map, maybe_text),
+    st.builds(Reply, count, flag | block_map | expert_map, maybe_text),
 )
 
 
@@ -221,7 +233,7 @@ def test_invalid_payloads_are_refused(payload: bytes) -> None:
         FrameReader(CODEC).feed(frame(ABORT, payload))
 
 
-@pytest.mark.parametrize("number", [11, 12, 255])
+@pytest.mark.parametrize("number", [12, 13, 255])
 def test_unknown_message_types_are_refused(number: int) -> None:
     with pytest.raises(WireError, match=f"no message type {number}"):
         FrameReader(CODEC).feed(frame(number, b""))

@@ -55,7 +55,7 @@ def stream(parser: ToolCallParser, pieces: list[str]) -> Streamed:
         assert indices == sorted(set(indices))
         for call in calls_of(delta):
             if call.index == len(merged.calls):
-                assert re.fullmatch("call_[0-9a-f]{24}|[0-9A-Za-z]{9}", call.id or "")
+                assert re.fullmatch(r"call_[0-9a-f]{24}|[0-9A-Za-z]{9}|functions\..+:[0-9]+", call.id or "")
                 assert call.name
                 merged.ids.append(call.id)
                 merged.calls.append((call.name, call.arguments))

@@ -39,6 +39,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         threads = f", {info.num_threads} thread{plural}{each}"
     sizes = f"tensor parallel {info.tensor_parallel_size}, pipeline parallel {info.pipeline_parallel_size}"
     device = f"{info.device} ({info.device_name})" if info.device_name else info.device
+    engines = f"{info.data_parallel_size}{' that share the experts' if info.shares_experts else ''}"
     cache = "none: the model stores nothing"
     if info.num_blocks:
         tokens = f"{info.num_blocks * info.block_size:,} tokens in {info.num_blocks:,} blocks"
@@ -46,7 +47,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
     rows = (
         ("model", f"{model}, {info.dtype}"),
         *((("serves", f"the text part of a {info.wrapper}, without images, video and sound"),) if info.wrapper else ()),
-        *((("engines", f"{info.data_parallel_size}, each as follows"),) if info.data_parallel_size > 1 else ()),
+        *((("engines", f"{engines}, each as follows"),) if info.data_parallel_size > 1 else ()),
         *((("answers", f"{info.pooling}"),) if info.pooling is not None else ()),
         *((("ranks", f"{info.num_ranks}: {sizes}"),) if info.num_ranks > 1 else ()),
         ("device", f"{device}, {info.kernels} kernels{threads}"),

@@ -8,13 +8,13 @@ text.
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config.arguments import argument
-from penstock.config.expert_parallel import ExpertParallelConfig, parse_expert_parallel
+from penstock.config.expert_parallel import parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
@@ -68,7 +68,11 @@ class EngineArgs:
         RANKS, None, "layers of each stage, such as 10,12,6 (default: as equal as possible)", metavar="N,N,..."
     )
     data_parallel_size: int = argument(
-        RANKS, 1, "engines behind the server, each with the whole model", metavar="N", server_only=True
+        RANKS,
+        1,
+        "engines behind the server, each with the whole model; with --enable-expert-parallel they share the experts",
+        metavar="N",
+        server_only=True,
     )
     data_parallel_policy: str = argument(
         RANKS,
@@ -77,7 +81,9 @@ class EngineArgs:
         DATA_PARALLEL_POLICIES,
         server_only=True,
     )
-    enable_expert_parallel: bool = argument(RANKS, False, "divide whole experts among the ranks, not every expert")
+    enable_expert_parallel: bool = argument(
+        RANKS, False, "divide whole experts among the ranks of all engines, not every expert"
+    )
     enable_eplb: bool = argument(RANKS, False, "move experts between the ranks so that all have equal load")
     eplb_config: str | Mapping[str, Any] | None = argument(
         RANKS, None, 'how experts are balanced: {"num_redundant_experts": 8, "step_interval": 3000}', metavar="JSON"
@@ -292,8 +298,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
     shapes = [model] if speculative is None else [model, *speculative.shapes]
-    parallel = divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes)
-    backend = args.distributed_executor_backend or ("uniproc" if parallel.num_ranks == 1 else "mp")
+    parallel = _parallel(args, shapes)
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
         model=model,
@@ -311,7 +316,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
             is_pooling=pooling is not None,
             needs_whole_prompts=needs_whole_prompts,
         ),
-        parallel=replace(parallel, dp=args.data_parallel_size, backend=backend, experts=_experts(args, model)),
+        parallel=parallel,
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
             num_threads=args.num_threads,
@@ -338,10 +343,20 @@ def resolve(args: EngineArgs) -> EngineConfig:
     )
 
 
-def _experts(args: EngineArgs, model: ModelConfig) -> ExpertParallelConfig | None:
+def _parallel(args: EngineArgs, shapes: Sequence[ModelConfig]) -> ParallelConfig:
+    parallel = divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes)
     ranks = (args.tensor_parallel_size, args.data_parallel_size)
     switches = {"is_enabled": args.enable_expert_parallel, "balances": args.enable_eplb}
-    return parse_expert_parallel(model, *ranks, args.eplb_config, **switches)
+    experts = parse_expert_parallel(shapes[0], *ranks, args.eplb_config, **switches)
+    parallel = replace(parallel, dp=args.data_parallel_size, experts=experts)
+    num_processes = parallel.num_joint_engines * parallel.num_ranks
+    backend = args.distributed_executor_backend or ("uniproc" if num_processes == 1 else "mp")
+    if backend == "ray" and parallel.num_joint_engines > 1:
+        raise ConfigError(
+            f"distributed_executor_backend=ray cannot be used with data_parallel_size={parallel.dp} and "
+            "enable_expert_parallel: engines that share experts run on one host, with mp or uniproc"
+        )
+    return replace(parallel, backend=backend)
 
 
 def _kv_events(args: EngineArgs) -> KVEventsConfig:

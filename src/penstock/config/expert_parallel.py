@@ -34,6 +34,8 @@ class EPLBConfig:
 class ExpertParallelConfig:
     """Each rank of a stage has `num_slots` experts of every layer, whole; `balancing` is None if they stay there.
 
+    These are the ranks of all data parallel engines, `num_ranks` of them.
+
     The numbers are a layer's. Without redundant slots there are as many slots as experts. A rank that balances has
     memory for more experts than it has: `num_buffers`. A placement is the expert of every buffer, rank after rank, or
     SPARE; no rank has two copies of one expert.
@@ -84,28 +86,27 @@ def parse_expert_parallel(
         return None
     if model.experts is None:
         raise ConfigError(f"enable_expert_parallel needs a model with experts, and {model.path} has none: leave it out")
-    if dp > 1:
+    ranks = tp * dp
+    if balances and ranks == 1:
         raise ConfigError(
-            f"enable_expert_parallel divides the experts among the ranks of one engine: data_parallel_size={dp} "
-            "cannot be used with it, use tensor_parallel_size"
+            "enable_eplb needs tensor_parallel_size or data_parallel_size of at least 2: a single rank has all experts"
         )
-    if balances and tp == 1:
-        raise ConfigError("enable_eplb needs tensor_parallel_size of at least 2: a single rank has all experts")
+    sizes = f"tensor_parallel_size={tp}" if dp == 1 else f"tensor_parallel_size={tp} x data_parallel_size={dp}"
     given: Mapping[str, Any] = {} if eplb_config is None else read_object("eplb_config", eplb_config)
     balancing = convert_options(EPLBConfig, given, "in eplb_config") if balances else None
     redundant = 0 if balancing is None else balancing.num_redundant_experts
     experts = model.experts.num_experts
-    if (experts + redundant) % tp:
-        missing = tp - (experts + redundant) % tp
+    if (experts + redundant) % ranks:
+        missing = ranks - (experts + redundant) % ranks
         with_redundant = f" and num_redundant_experts={redundant}" if redundant else ""
         raise ConfigError(
             f"the {experts} experts of a layer{with_redundant} cannot be divided equally among "
-            f"tensor_parallel_size={tp} ranks: set num_redundant_experts in eplb_config to {redundant + missing} with "
+            f"{sizes} ranks: set num_redundant_experts in eplb_config to {redundant + missing} with "
             "enable_eplb, or another tensor_parallel_size"
         )
-    if redundant > experts * (tp - 1):
+    if redundant > experts * (ranks - 1):
         raise ConfigError(
             f"num_redundant_experts={redundant} in eplb_config leaves more slots on a rank than there are experts: use "
-            f"at most {experts * (tp - 1)} with {experts} experts and tensor_parallel_size={tp}"
+            f"at most {experts * (ranks - 1)} with {experts} experts and {sizes}"
         )
-    return ExpertParallelConfig(num_experts=experts, num_redundant=redundant, num_ranks=tp, balancing=balancing)
+    return ExpertParallelConfig(num_experts=experts, num_redundant=redundant, num_ranks=ranks, balancing=balancing)

@@ -15,7 +15,7 @@ class ParallelConfig:
     """`tp` ranks hold a share of every layer of each of `pp` stages, and each of `dp` engines has that many ranks.
 
     `layer_counts` are the stages' layers; if empty, they are as equal as possible. `backend` is where the ranks run,
-    one of EXECUTOR_BACKENDS. With `experts` the ranks of a stage have whole experts.
+    one of EXECUTOR_BACKENDS. With `experts` the ranks of a stage have whole experts, those of all engines together.
     """
 
     tp: int = 1
@@ -27,7 +27,13 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
+        """The ranks of one engine."""
         return self.tp * self.pp
+
+    @property
+    def num_joint_engines(self) -> int:
+        """The engines that one engine core drives, because they share experts."""
+        return 1 if self.experts is None else self.dp
 
 
 def divide(tp: int, pp: int, layers: str | None, shapes: Sequence[ModelConfig]) -> ParallelConfig:

@@ -18,24 +18,27 @@ _TCP_PORT = re.compile(r"(tcp://.*:)([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """How to start an engine core: its configuration, and additions to its process's environment."""
+    """How to start an engine core: its configuration, and additions to its process's environment.
+
+    A core of several engines derives their configurations by `config_of_engine`.
+    """
 
     config: EngineConfig
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def core_plans(config: EngineConfig, visible_gpus: str | None) -> list[CorePlan]:
-    """Plans the cores of all data parallel ranks, in order.
+    """Plans the cores of all data parallel ranks, in order: one for each, or one for all if they share experts.
 
     Each has its own GPUs; on a CPU they divide its cores and its memory. Ports in kv_transfer_config, including the
     default one of a MooncakeConnector, and in kv_events_config are those of rank 0; rank r listens r ports above them.
     `visible_gpus` is CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
     """
     size = config.parallel.dp
-    if size == 1:
+    if size == config.parallel.num_joint_engines:
         return [CorePlan(config)]
     gpus = _gpus_by_rank(config, visible_gpus)
-    return [CorePlan(_config_of(config, rank), gpus[rank]) for rank in range(size)]
+    return [CorePlan(config_of_engine(config, rank), gpus[rank]) for rank in range(size)]
 
 
 def _gpus_by_rank(config: EngineConfig, visible: str | None) -> list[dict[str, str]]:
@@ -51,7 +54,8 @@ def _gpus_by_rank(config: EngineConfig, visible: str | None) -> list[dict[str, s
     return [show_gpus(names[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
-def _config_of(config: EngineConfig, rank: int) -> EngineConfig:
+def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
+    """Returns the configuration of one of several engines, with names and ports of its own."""
     transfer = None if config.kv_transfer is None else _transfer_of(config.kv_transfer, rank)
     return replace(config, kv_transfer=transfer, kv_events=_events_of(config.kv_events, rank))
 

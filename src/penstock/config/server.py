@@ -11,9 +11,10 @@ from penstock.utils.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 TOOL_CALL_PARSERS = (
-    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "pythonic", "none",
+    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "pythonic", "lfm2",
+    "glm45", "glm47", "granite", "phi4_mini_json", "kimi_k2", "openai", "none",
 )  # fmt: skip
-REASONING_PARSERS = ("none", "qwen3", "deepseek_r1")
+REASONING_PARSERS = ("auto", "qwen3", "deepseek_r1", "glm45", "granite", "openai_gptoss", "none")
 
 
 ADDRESS, ACCESS, API, OPERATION = "address", "access", "API", "operation"
@@ -62,7 +63,7 @@ class ServerArgs:
         API, "auto", "format of tool calls in the model's text", TOOL_CALL_PARSERS, metavar="FORMAT"
     )
     reasoning_parser: str = argument(
-        API, "none", "format of the model's reasoning", REASONING_PARSERS, metavar="FORMAT"
+        API, "auto", "format of the model's reasoning", REASONING_PARSERS, metavar="FORMAT"
     )
     otlp_traces_endpoint: str | None = argument(
         OPERATION, None, "OTLP/HTTP address that receives a trace per request", metavar="URL"

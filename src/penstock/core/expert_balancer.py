@@ -15,22 +15,25 @@ anyway: an idle engine moves nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.config.expert_parallel import EPLBConfig, ExpertParallelConfig
+from penstock.config.expert_parallel import SPARE, EPLBConfig, ExpertParallelConfig
 from penstock.core.expert_placement import Target, experts_of, next_round, plan_target, rank_loads
 from penstock.kv_transfer.ledger import TransferLedger
 from penstock.messages.experts import ExpertMove, ExpertOrders
 from penstock.messages.kv_transfer import TransferId, TransferStatus
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.messages.stats import ExpertStats
+from penstock.messages.stats import ExpertLoads, ExpertMap, ExpertStats
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
+
+# Of `ExpertLoads.cells`.
+_LEVELS_OF_MEAN, _HIGHEST_LEVEL = 8, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,27 @@ class ExpertBalancer:
     def stats(self) -> ExpertStats:
         return ExpertStats(self._balancedness, self._num_moved, self._num_failed)
 
+    def map(self) -> ExpertMap:
+        """Returns the loads of the window by layer and slot."""
+        if not self._layers:
+            return ExpertMap()
+        assert self._parallel is not None
+        initial = dict.fromkeys(self._placements, self._parallel.initial_placement())
+        before, now = self._map_loads(initial), self._map_loads(self._placements)
+        return ExpertMap(tuple(self._placements), self._num_ranks, before, now)
+
+    def _map_loads(self, placements: Mapping[str, Sequence[int]]) -> ExpertLoads:
+        cells: list[str] = []
+        peaks: list[float] = []
+        for name, placement in placements.items():
+            slots = np.array([expert for expert in placement if expert != SPARE])
+            loads = self._loads[name][slots] / np.bincount(slots)[slots]
+            mean = loads.mean() or 1.0  # no load yet: all levels and peaks are 0
+            levels = np.minimum(np.rint(loads / mean * _LEVELS_OF_MEAN), _HIGHEST_LEVEL).astype(np.uint8)
+            cells.append((levels + ord("a")).tobytes().decode())
+            peaks.append(float(loads.reshape(self._num_ranks, -1).mean(1).max() / mean))
+        return ExpertLoads(tuple(cells), tuple(peaks))
+
     # ---- Decide ----
 
     def next_orders(self, step: int) -> ExpertOrders | None:
@@ -119,7 +143,7 @@ class ExpertBalancer:
                 self._num_failed += not is_done
                 self._round.num_failed += not is_done
         self._end_round(plan.step)
-        if plan.is_empty:
+        if not plan.uses_experts:
             return
         self._record(result.experts.loads)
         self._num_steps_to_go -= 1

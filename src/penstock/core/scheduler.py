@@ -54,7 +54,7 @@ class Scheduler:
         """With `is_warm_up`, steps are marked as such, and no connector on any rank takes part in them."""
         self._kv = kv
         self._grammars = grammars or StructuredOutputs(None)
-        self._experts = experts or ExpertBalancer()
+        self.experts = experts or ExpertBalancer()
         self._connector = transfer.connector
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
@@ -177,16 +177,16 @@ class Scheduler:
             remote_kv=self._remote.stats(),
             connector=self._connector.counters(),
             num_graph_replays=self._num_graph_replays,
-            experts=self._experts.stats(),
+            experts=self.experts.stats(),
         )
 
     # ---- Decide ----
 
-    def schedule(self) -> SchedulerOutput | None:
+    def schedule(self, must: bool = False) -> SchedulerOutput | None:
         """Plans one step: running requests first, then as many waiting ones as fit.
 
         Returns None when nothing can be computed before a step in flight is processed. Other messages to the runner
-        can wait until then.
+        can wait until then. If it `must`, it plans a step without tokens, for another engine that shares its experts.
         """
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step + 1, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
@@ -194,11 +194,11 @@ class Scheduler:
         self._failed += self._on_lost_loads(self._remote.give_up_overdue())
         self._running.balance()
         self._fill(plan)
-        if plan.is_empty and not plan.begins_load and self._last_admissions:
+        if plan.is_empty and not plan.begins_load and self._last_admissions and not must:
             self._rewound_request_ids |= plan.preempted_request_ids
             return None
         self._step += 1
-        plan.expert_orders = self._experts.next_orders(self._step)
+        plan.expert_orders = self.experts.next_orders(self._step)
         output = plan.finish(frozenset(self._finished_request_ids), frozenset(self._rewound_request_ids))
         self._finished_request_ids.clear()
         self._rewound_request_ids.clear()
@@ -332,7 +332,7 @@ class Scheduler:
         """Applies one step's result. Results must come in the order of the steps."""
         self._kv.pool.on_step_processed(plan.step)
         self._num_graph_replays += result.is_replayed
-        self._experts.update_from_output(plan, result)
+        self.experts.update_from_output(plan, result)
         last_admission = self._last_admissions.pop(plan.step)
         outputs, self._failed = self._failed, []
         outputs += self._fail_without_grammar()
@@ -435,7 +435,7 @@ class Scheduler:
         self._running.check_integrity()
         self._kv.check_integrity()
         self._remote.check_integrity()
-        self._experts.check_integrity()
+        self.experts.check_integrity()
         assert not self._failed or self._last_admissions, "no step will report the requests that have failed"
         if not self._requests and not self._last_admissions and self._remote.is_idle:
             assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"

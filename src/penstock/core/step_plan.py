@@ -27,6 +27,7 @@ class StepPlan:
         self._num_drafts: dict[str, int] = {}
         self._grammar_request_ids: set[str] = set()
         self._barrier_step = 0
+        self._num_sampling = 0
         self.expert_orders: ExpertOrders | None = None
 
     @property
@@ -64,6 +65,7 @@ class StepPlan:
             self._num_drafts[request.request_id] = num_drafts
         unknown_since = request.last_sampling_step if request.num_samples_in_flight else 0
         samples = request.on_scheduled(self.step, num_tokens, num_drafts, num_new_drafts)
+        self._num_sampling += samples
         if samples and request.data.grammar is not None:
             self._grammar_request_ids.add(request.request_id)
             self._barrier_step = max(self._barrier_step, unknown_since)
@@ -78,6 +80,7 @@ class StepPlan:
             num_computed_tokens=tuple(self._num_computed),
             num_draft_tokens=self._num_drafts,
             num_drafts_to_propose=self.num_drafts_to_propose,
+            num_sampling=self._num_sampling,
             total_num_scheduled_tokens=self._max_num_tokens - self.token_budget,
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,

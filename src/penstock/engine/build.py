@@ -1,13 +1,15 @@
-"""Builds an engine from its configuration, with workers in this process or in other processes."""
+"""Builds an engine from its configuration, or several that share experts, with workers in this process or in others."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from penstock.config import env
 from penstock.config.engine import EngineConfig, SchedulerConfig
+from penstock.config.replicas import config_of_engine
 from penstock.core.expert_balancer import ExpertBalancer
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
@@ -16,21 +18,24 @@ from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.expert_memories import balanced_layers, expert_memories
+from penstock.engine.joint_cores import JointCores
 from penstock.engine.kv_events import make_event_publisher
 from penstock.engine.rank_identity import check_arithmetic
-from penstock.engine.transfer import make_transfer
+from penstock.engine.transfer import EngineTransfer, make_transfer
 from penstock.engine.warm_up import warm_up
+from penstock.executor.executor import Executor
 from penstock.executor.factory import make_executor
 from penstock.grammar.backend import Grammar, GrammarBackend
 from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.kv_transfer.connector import SchedulerConnector
 from penstock.messages.engine_info import EngineInfo
+from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.tokenizer.tokenizer import eos_token_ids, load_tokenizer
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
 from penstock.utils.math import cdiv
-from penstock.worker.messages import InitializeWorker
+from penstock.worker.messages import InitializeWorker, WorkerFacts
 
 logger = logging.get_logger(__name__)
 
@@ -46,37 +51,86 @@ class Engine:
     info: EngineInfo
 
 
+@dataclass(frozen=True, slots=True)
+class JointEngines:
+    """Engines that make all steps together, in the order of their data parallel ranks."""
+
+    cores: JointCores
+    engines: tuple[Engine, ...]
+
+
 def build_engine(config: EngineConfig) -> Engine:
-    """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError if the configuration cannot work."""
-    logging.configure(env.log_level())
-    started = SystemClock().now()
-    with ExitStack() as on_failure:
-        engine = _build(config, on_failure, started)
-        on_failure.pop_all()
+    """Builds an engine by itself, as `build_engines` does."""
+    (engine,) = build_engines(config).engines
     return engine
 
 
-def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engine:
+def build_engines(config: EngineConfig) -> JointEngines:
+    """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError if the configuration cannot work.
+
+    There are several engines only if they share experts.
+    """
+    logging.configure(env.log_level())
+    started = SystemClock().now()
+    with ExitStack() as on_failure:
+        engines = _build(config, on_failure, started)
+        on_failure.pop_all()
+    return engines
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is planned for one of the engines from the facts of its ranks."""
+
+    config: EngineConfig
+    facts: Sequence[WorkerFacts]
+    limits: SchedulerConfig
+    cache: KVCacheConfig
+    transfer: EngineTransfer
+
+
+def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> JointEngines:
     executor = make_executor(config)
     on_failure.callback(executor.shutdown)
     facts = executor.load()
-    check_arithmetic(facts)
-    config = config.on_device(facts[0].device)
-    limits, cache = plan_cache(config, facts)
-    transfer = make_transfer(config, cache, facts)
-    on_failure.callback(transfer.transfer.connector.shutdown)
-    handshakes = executor.initialize(
-        InitializeWorker(
-            cache=cache,
-            limits=limits,
-            connector=transfer.context,
-            connector_setup=transfer.setup,
-            expert_memories=expert_memories(facts),
-        )
+    plans = _plan(config, facts, on_failure)
+    memories = expert_memories(facts)
+    handshakes = executor.initialize(*(_initialize(plan, memories) for plan in plans))
+    for plan, of_engine in zip(plans, handshakes, strict=True):
+        if plan.transfer.context is not None:
+            plan.transfer.transfer.connector.set_xfer_handshake_metadata_pp_aware(of_engine)
+    warm_up(executor, [(plan.limits, plan.cache) for plan in plans])
+    engines = [_make_engine(plan, executor, rank, started) for rank, plan in enumerate(plans)]
+    return JointEngines(JointCores([engine.core for engine in engines], executor), tuple(engines))
+
+
+def _plan(config: EngineConfig, facts: Sequence[Sequence[WorkerFacts]], on_failure: ExitStack) -> list[_Plan]:
+    """Plans each engine. Raises ConfigError if the ranks differ or the memory is too small."""
+    readers = [each for of_engine in facts for each in of_engine]
+    check_arithmetic(readers)
+    config = config.on_device(readers[0].device)
+    plans: list[_Plan] = []
+    for rank, of_engine in enumerate(facts):
+        own = config if len(facts) == 1 else config_of_engine(config, rank)
+        limits, cache = plan_cache(own, of_engine)
+        transfer = make_transfer(own, cache, of_engine, readers)
+        on_failure.callback(transfer.transfer.connector.shutdown)
+        plans.append(_Plan(own, of_engine, limits, cache, transfer))
+    return plans
+
+
+def _initialize(plan: _Plan, memories: dict[str, tuple[tuple[str, ...], ...]]) -> InitializeWorker:
+    return InitializeWorker(
+        cache=plan.cache,
+        limits=plan.limits,
+        connector=plan.transfer.context,
+        connector_setup=plan.transfer.setup,
+        expert_memories=memories,
     )
-    if transfer.context is not None:
-        transfer.transfer.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
-    warm_up(executor, cache, limits)
+
+
+def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) -> Engine:
+    config, facts, limits, cache, transfer = plan.config, plan.facts, plan.limits, plan.cache, plan.transfer
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic accepts drafts at random: the outputs are not the model's")
     has_listeners = config.kv_events.is_active or config.is_prefix_aware
@@ -84,7 +138,8 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engin
     kv = KVCacheManager(cache, config.cache.enable_prefix_caching, recorder)
     # Without a tokenizer there is no text to constrain.
     grammars = None if config.tokenizer_path is None else LazyGrammarBackend(config)
-    experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts)
+    # The first engine's scheduler balances the experts of all.
+    experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts) if dp_rank == 0 else ExpertBalancer()
     scheduler = Scheduler(limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts)
     publisher = make_event_publisher(config.kv_events)
     core = EngineCore(
@@ -109,6 +164,7 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Engin
         tensor_parallel_size=config.parallel.tp,
         pipeline_parallel_size=config.parallel.pp,
         data_parallel_size=config.parallel.dp,
+        shares_experts=config.parallel.num_joint_engines > 1,
         pooling=None if config.pooling is None else config.pooling.summary,
         wrapper=config.model.wrapper,
     )

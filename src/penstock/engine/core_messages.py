@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import BlockMap, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, StepReport
 from penstock.utils.child_process import Failed
 from penstock.utils.wire import Codec
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded. `limits` are the scheduler's limits, as the memory permits."""
+    """The model is loaded. `limits` are the scheduler's limits, as the memory permits. With several engines, one such
+    message comes from each, in the order of their data parallel ranks.
+    """
 
     info: EngineInfo
     limits: SchedulerConfig
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,25 @@ class Refused:
 class ResetPrefixCache:
     call: int
     reset_connector: bool = False
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CheckIntegrity:
     call: int
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GetBlockMap:
     call: int
     max_cells: int
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GetExpertMap:
+    call: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class Reply:
     """The result of a call; `error` is set if it failed."""
 
     call: int
-    value: bool | BlockMap = True
+    value: bool | BlockMap | ExpertMap = True
     error: str | None = None
 
 
@@ -82,6 +93,7 @@ CODEC = Codec(
     ResetPrefixCache,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Failed,
     Refused,

@@ -15,12 +15,13 @@ import threading
 from typing import Any
 
 from penstock.config.engine import EngineConfig
-from penstock.engine.build import build_engine
+from penstock.engine.build import build_engines
 from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Refusal,
     Refused,
@@ -28,6 +29,7 @@ from penstock.engine.core_messages import (
     ResetPrefixCache,
 )
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.joint_cores import JointCores
 from penstock.messages.requests import EngineRequest
 from penstock.utils import logging
 from penstock.utils.child_process import Channel, Parent
@@ -63,28 +65,30 @@ class _Waker:
 
 
 class CoreProcess:
-    """Runs one engine core with an inbox that another thread fills."""
+    """Runs the engine cores with an inbox that another thread fills."""
 
-    def __init__(self, core: EngineCore, front_end: Channel, inbox: queue.SimpleQueue[Any]) -> None:
-        self._core = core
+    def __init__(self, joint: JointCores, front_end: Channel, inbox: queue.SimpleQueue[Any]) -> None:
+        self._joint = joint
+        self._cores = joint.cores
         self._send = front_end.send
         self._inbox = inbox
 
     def run(self) -> None:
         """Serves until the front end disconnects. Raises EngineDeadError if the core fails."""
         while self._take_messages():
-            if self._core.patience is not None:
-                report = self._core.step(waits=False)
+            if self._joint.patience is not None:
+                reports = self._joint.step(waits=False)
                 # The last step before the engine idles reports the KV connector's latest counts.
-                is_last = self._core.patience != 0
-                if report.num_tokens or report.outputs or report.events or report.kv_events or is_last:
-                    self._send(report)
+                is_last = self._joint.patience != 0
+                for report in reports:
+                    if report.num_tokens or report.outputs or report.events or report.kv_events or is_last:
+                        self._send(report)
 
     def _take_messages(self) -> bool:
         """Handles received messages, waiting only if there is nothing else to do; returns False at the end of the
         stream.
         """
-        while (patience := self._core.patience) != 0 or not self._inbox.empty():
+        while (patience := self._joint.patience) != 0 or not self._inbox.empty():
             try:
                 message = self._inbox.get(timeout=patience)
             except queue.Empty:
@@ -99,28 +103,32 @@ class CoreProcess:
             case EngineRequest():
                 self._add(message)
             case AbortRequests(request_ids):
-                self._core.abort_requests(request_ids)
-                # The requests are gone now, and there may be no further step that would report them.
-                self._send(self._core.report())
-            case ResetPrefixCache(call, reset_connector):
-                reply = Reply(call, self._core.reset_prefix_cache(reset_connector))
+                for dp_rank, core in enumerate(self._cores):
+                    core.abort_requests(request_ids)
+                    # The requests are gone now, and there may be no further step that would report them.
+                    self._send(core.report(dp_rank))
+            case ResetPrefixCache(call, reset_connector, dp_rank):
+                reply = Reply(call, self._cores[dp_rank].reset_prefix_cache(reset_connector))
                 # Reports the removed blocks before the reply.
-                self._send(self._core.report())
+                self._send(self._cores[dp_rank].report(dp_rank))
                 self._send(reply)
-            case GetBlockMap(call, max_cells):
-                self._send(Reply(call, self._core.block_map(max_cells)))
-            case CheckIntegrity(call):
-                self._send(self._check_integrity(call))
+            case GetBlockMap(call, max_cells, dp_rank):
+                self._send(Reply(call, self._cores[dp_rank].block_map(max_cells)))
+            case GetExpertMap(call):
+                # The first engine's scheduler balances the experts of all.
+                self._send(Reply(call, self._cores[0].expert_map()))
+            case CheckIntegrity(call, dp_rank):
+                self._send(self._check_integrity(call, self._cores[dp_rank]))
             case _Waker():
                 message.clear()
             case _WorkerDied():
-                self._core.check_workers()
+                self._joint.check_workers()
             case _:
                 raise WireError(f"the engine core takes no {type(message).__name__}")
 
     def _add(self, request: EngineRequest) -> None:
         try:
-            self._core.add_request(request)
+            self._cores[request.dp_rank].add_request(request)
         except RequestError as error:
             self._send(Refused(request.request_id, str(error), Refusal.INVALID, error.field))
         except OverloadedError as error:
@@ -128,9 +136,9 @@ class CoreProcess:
         except RequestFailedError as error:
             self._send(Refused(request.request_id, str(error), Refusal.FAILED))
 
-    def _check_integrity(self, call: int) -> Reply:
+    def _check_integrity(self, call: int, core: EngineCore) -> Reply:
         try:
-            self._core.check_integrity()
+            core.check_integrity()
         except AssertionError as error:
             return Reply(call, False, str(error))
         return Reply(call)
@@ -146,43 +154,43 @@ def read_into(inbox: queue.SimpleQueue[Any], front_end: Channel) -> None:
     inbox.put(_Hangup())
 
 
-def _start(front_end: Channel, inbox: queue.SimpleQueue[Any]) -> EngineCore | None:
-    """Builds the core and reports it; None if the front end disconnected. Raises ConfigError."""
+def _start(front_end: Channel, inbox: queue.SimpleQueue[Any]) -> JointCores | None:
+    """Builds the cores and reports them; None if the front end disconnected. Raises ConfigError."""
     config = inbox.get()
     if not isinstance(config, EngineConfig):
         return None
-    engine = build_engine(config)
+    joint = build_engines(config)
     # Objects that exist now are permanent: exclude them, such as the pool's blocks, from garbage collection, which
     # would take longer than a step.
     gc.collect()
     gc.freeze()
-    core = engine.core
-    core.watch_workers(lambda: inbox.put(_WorkerDied()))
-    engine.connector.set_waker(_Waker(inbox).wake)
-    front_end.send(Ready(engine.info, engine.limits))
-    return core
+    joint.cores.watch_workers(lambda: inbox.put(_WorkerDied()))
+    for dp_rank, engine in enumerate(joint.engines):
+        engine.connector.set_waker(_Waker(inbox).wake)
+        front_end.send(Ready(engine.info, engine.limits, dp_rank))
+    return joint.cores
 
 
 def main() -> int:
     front_end = Parent.of_this_process(CODEC)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=read_into, args=(inbox, front_end), daemon=True).start()
-    core: EngineCore | None = None
+    cores: JointCores | None = None
 
     def work() -> None:
-        nonlocal core
-        core = _start(front_end, inbox)
-        if core is not None:
-            CoreProcess(core, front_end, inbox).run()
+        nonlocal cores
+        cores = _start(front_end, inbox)
+        if cores is not None:
+            CoreProcess(cores, front_end, inbox).run()
 
     def shut_down() -> None:
-        if core is not None:
-            core.shutdown()
+        if cores is not None:
+            cores.shutdown()
 
     def kill_workers() -> None:
         # A stopped worker would not notice the end of its connection.
-        if core is not None:
-            core.kill_workers()
+        if cores is not None:
+            cores.kill_workers()
 
     return front_end.live(work, lambda _: logger.exception("the engine core stops"), shut_down, kill_workers)
 

@@ -1,23 +1,25 @@
 """The engine core: schedule, execute, apply. Synchronous and overlapped steps use the same code; only the depth
-differs.
+differs. Engines that share experts make all steps together (`step_together`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
+from msgspec.structs import replace
+
 from penstock.core.scheduler import Scheduler
 from penstock.engine.kv_events import EventPublisher, NullEventPublisher
-from penstock.executor.executor import Executor, Pending
+from penstock.executor.executor import Executor, Pending, unite_experts
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import EngineDeadError
 
@@ -61,8 +63,7 @@ class EngineCore:
         """Queues a request. Raises RequestError or OverloadedError if it is refused, RequestFailedError if the engine
         fails on it, EngineDeadError if the engine is dead.
         """
-        if self._failure is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
+        self.check_alive()
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
@@ -119,6 +120,10 @@ class EngineCore:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._scheduler.block_map(max_cells)
 
+    def expert_map(self) -> ExpertMap:
+        """The loads of the experts that are balanced."""
+        return self._scheduler.experts.map()
+
     def step(self, *, waits: bool = True) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.
 
@@ -127,48 +132,62 @@ class EngineCore:
 
         Raises EngineDeadError, now and from then on, if a worker or the scheduler fails.
         """
+        (report,) = step_together([self], waits)
+        return report
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError if the engine is dead."""
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
-        with self._failing():
-            return self._step(waits)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Marks the engine as dead if the body raises an exception."""
-        try:
-            yield
-        except Exception as error:
-            # Keep the steps in flight: torch aborts the process when memory that a failed GPU was to write is freed.
-            self._failure = error
-            what = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-            raise EngineDeadError(f"the engine core failed: {what}") from error
+    def fail(self, error: Exception) -> None:
+        """Marks the engine as dead."""
+        # Keep the steps in flight: torch aborts the process when memory that a failed GPU was to write is freed.
+        self._failure = error
 
-    def _step(self, waits: bool) -> StepReport:
-        processed: list[_Processed] = []
-        while len(self._in_flight) < self._max_num_in_flight and self._scheduler.needs_step:
-            plan = self._scheduler.schedule()
-            if plan is None:
-                break
+    # ---- The parts of a step ----
+
+    @property
+    def has_place(self) -> bool:
+        """Whether another step may be in flight."""
+        return len(self._in_flight) < self._max_num_in_flight
+
+    def plan(self, must: bool = False) -> SchedulerOutput | None:
+        """Plans a step, if there is anything to do or if it `must`."""
+        if not must and not self._scheduler.needs_step:
+            return None
+        plan = self._scheduler.schedule(must)
+        if plan is not None:
             self._note_events(plan)
-            self._executor.execute_model(plan)
-            while self._in_flight and self._in_flight[0][0].step <= plan.barrier_step:
-                # The forward pass runs concurrently.
-                processed.append(self._process_oldest())
-            self._in_flight.append((plan, self._executor.sample_tokens(self._scheduler.grammar_masks(plan))))
-            if plan.is_empty or processed:
-                break
-        if self._in_flight and not processed:
-            processed.append(self._process_oldest())
+        return plan
+
+    def launch(self, plan: SchedulerOutput, dp_rank: int) -> None:
+        """Launches the forward pass. `dp_rank` is this engine among those of the executor."""
+        self._executor.execute_model(plan, dp_rank)
+
+    def finish_launch(self, plan: SchedulerOutput, dp_rank: int) -> None:
+        """Launches the rest of the step, when the results of steps up to `barrier_step` have been applied."""
+        masks = self._scheduler.grammar_masks(plan)
+        self._in_flight.append((plan, self._executor.sample_tokens(masks, dp_rank)))
+
+    def is_in_flight(self, step: int) -> bool:
+        """Whether the oldest step in flight is this one or an earlier one."""
+        return bool(self._in_flight) and self._in_flight[0][0].step <= step
+
+    def take_oldest(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Waits for the result of the oldest step in flight."""
+        plan, future = self._in_flight.popleft()
+        return plan, future.result()
+
+    def apply(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> _Processed:
+        """Applies the result of a step."""
+        return plan.total_num_scheduled_tokens, self._scheduler.update_from_output(plan, result)
+
+    def end_step(self) -> None:
+        """Called when results have been applied."""
         self._publish_kv_events()
         if self._debug:
             self.check_integrity()
-        return self._make_report(processed, waits)
-
-    def _process_oldest(self) -> _Processed:
-        """Waits for the oldest step in flight and applies its result."""
-        plan, future = self._in_flight.popleft()
-        outputs = self._scheduler.update_from_output(plan, future.result())
-        return plan.total_num_scheduled_tokens, outputs
 
     def _publish_kv_events(self) -> None:
         events = self._scheduler.take_kv_events()
@@ -177,25 +196,33 @@ class EngineCore:
             if self._reports_kv_events:
                 self._unreported_kv_events += events
 
-    def _make_report(self, processed: list[_Processed], waits: bool) -> StepReport:
-        num_tokens = sum(count for count, _ in processed)
-        if not num_tokens and not self._in_flight and self._scheduler.needs_step and (waits or self.patience == 0):
-            # Nothing could run: leave the processor to the work that the requests wait for.
+    def wait(self, waits: bool) -> None:
+        """Called if nothing could run: leaves the processor to the work that the requests wait for."""
+        if not self._in_flight and self._scheduler.needs_step and (waits or self.patience == 0):
             self._scheduler.wait(_GRAMMAR_SECONDS, min(self.patience or _TRANSFER_SECONDS, _IDLE_SECONDS))
+
+    def make_report(self, processed: list[_Processed], dp_rank: int) -> StepReport:
+        """Returns the report of the steps whose results have been applied."""
+        num_tokens = sum(count for count, _ in processed)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
-        return self._report(outputs, events, num_tokens)
+        return self._report(outputs, events, num_tokens, dp_rank)
 
-    def report(self) -> StepReport:
+    def report(self, dp_rank: int = 0) -> StepReport:
         """What there is to tell when no step follows."""
-        return self._report((), (), 0)
+        return self._report((), (), 0, dp_rank)
 
     def _report(
-        self, outputs: tuple[EngineOutput, ...], events: tuple[RequestEvent, ...], num_tokens: int
+        self, outputs: tuple[EngineOutput, ...], events: tuple[RequestEvent, ...], num_tokens: int, dp_rank: int
     ) -> StepReport:
         kv_events, self._unreported_kv_events = self._unreported_kv_events, ()
         return StepReport(
-            outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats(), kv_events=kv_events
+            outputs=outputs,
+            events=events,
+            num_tokens=num_tokens,
+            stats=self._scheduler.stats(),
+            kv_events=kv_events,
+            dp_rank=dp_rank,
         )
 
     def _note_events(self, plan: SchedulerOutput) -> None:
@@ -221,7 +248,7 @@ class EngineCore:
 
     def check_workers(self) -> None:
         """Raises EngineDeadError, now and from then on, if a worker is dead."""
-        with self._failing():
+        with failing([self]):
             self._executor.check()
 
     def kill_workers(self) -> None:
@@ -233,8 +260,11 @@ class EngineCore:
 
         Idempotent.
         """
-        if self._failure is None and not self._scheduler.has_unfinished_requests:
-            self._flush_transfers()
+        flush_transfers([self])
+        self.close()
+
+    def close(self) -> None:
+        """Frees the worker; the engine is dead afterwards. Idempotent."""
         if self._failure is None:
             self._failure = EngineDeadError("it was shut down")
             self._in_flight.clear()
@@ -242,10 +272,92 @@ class EngineCore:
         self._scheduler.shutdown()
         self._publisher.shutdown()
 
-    def _flush_transfers(self) -> None:
-        """Executes steps until no KV transfer is in flight, with a time limit: KV that does not reach a tier can be
-        recomputed.
-        """
-        deadline = self._clock.now() + _FLUSH_SECONDS
-        while self.has_transfers and self._clock.now() < deadline:
-            self.step()
+    @property
+    def has_requests(self) -> bool:
+        return self._scheduler.has_unfinished_requests
+
+    def now(self) -> float:
+        """The time on the engine's clock, in seconds."""
+        return self._clock.now()
+
+
+@contextmanager
+def failing(cores: Sequence[EngineCore]) -> Iterator[None]:
+    """Marks the engines as dead if the body raises an exception. Raises EngineDeadError if they are dead already."""
+    for core in cores:
+        core.check_alive()
+    try:
+        yield
+    except Exception as error:
+        for core in cores:
+            core.fail(error)
+        what = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+        raise EngineDeadError(f"the engine core failed: {what}") from error
+
+
+def step_together(cores: Sequence[EngineCore], waits: bool) -> list[StepReport]:
+    """Makes a step on every engine of an executor, as `EngineCore.step` describes; returns their reports.
+
+    `cores` are in the order of their data parallel ranks.
+
+    Each engine launches every step, without tokens if it has none, and a step's result is awaited when all have
+    launched it. All are dead if one fails.
+    """
+    with failing(cores):
+        processed: list[list[_Processed]] = [[] for _ in cores]
+        while all(core.has_place for core in cores) and (plans := _plan_together(cores)):
+            for rank, plan in enumerate(plans):
+                cores[rank].launch(plan, rank)
+            barrier = max(plan.barrier_step for plan in plans)
+            while cores[0].is_in_flight(barrier):
+                # The forward pass runs concurrently.
+                _process_oldest(cores, processed)
+            for rank, plan in enumerate(plans):
+                cores[rank].finish_launch(plan, rank)
+            if all(plan.is_empty for plan in plans) or processed[0]:
+                break
+        if cores[0].num_in_flight and not processed[0]:
+            _process_oldest(cores, processed)
+        for core in cores:
+            core.end_step()
+        if not any(count for of_core in processed for count, _ in of_core):
+            for core in cores:
+                core.wait(waits)
+        return [core.make_report(processed[rank], rank) for rank, core in enumerate(cores)]
+
+
+def flush_transfers(cores: Sequence[EngineCore]) -> None:
+    """Executes steps until no KV transfer is in flight, with a time limit: KV that does not reach a tier can be
+    recomputed. Does nothing while there are requests, or for dead engines.
+    """
+    if any(core.has_requests for core in cores):
+        return
+    deadline = cores[0].now() + _FLUSH_SECONDS
+    while any(core.has_transfers for core in cores) and cores[0].now() < deadline:
+        step_together(cores, waits=True)
+
+
+def _plan_together(cores: Sequence[EngineCore]) -> list[SchedulerOutput]:
+    """Returns the engines' plans for the next step; none if no engine can do anything."""
+    found = [core.plan() for core in cores]
+    if all(plan is None for plan in found):
+        return []
+    plans = [plan or core.plan(must=True) for core, plan in zip(cores, found, strict=True)]
+    made = [plan for plan in plans if plan is not None]
+    if len(cores) == 1:
+        return made
+    assert len({plan.step for plan in made}) == 1 and len(made) == len(cores), [plan.step for plan in made]
+    # The first engine's scheduler balances the experts of all.
+    shared = {"rows_by_engine": tuple(plan.row_counts for plan in made), "expert_orders": made[0].expert_orders}
+    return [replace(plan, **shared) for plan in made]
+
+
+def _process_oldest(cores: Sequence[EngineCore], processed: list[list[_Processed]]) -> None:
+    """Waits for the oldest step on all engines and applies its results."""
+    steps = [core.take_oldest() for core in cores]
+    if len(cores) > 1:
+        plan, result = steps[0]
+        experts = unite_experts([result.experts for _, result in steps])
+        steps[0] = plan, replace(result, experts=experts)
+    for core, step, of_core in zip(cores, steps, processed, strict=True):
+        of_core.append(core.apply(*step))

@@ -8,12 +8,13 @@ from penstock.core.expert_balancer import BalancedLayer
 from penstock.worker.messages import WorkerFacts
 
 
-def expert_memories(facts: Sequence[WorkerFacts]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Returns, by layer, the names of the memory of all ranks that have it, in their order."""
-    found: dict[str, dict[int, tuple[str, ...]]] = {}
-    for each in facts:
-        for layer, names in each.expert_memories.items():
-            found.setdefault(layer, {})[each.shard[1]] = names
+def expert_memories(engines: Sequence[Sequence[WorkerFacts]]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Returns, by layer, the names of the memory of all ranks that have it, engine after engine in their order."""
+    found: dict[str, dict[tuple[int, int], tuple[str, ...]]] = {}
+    for dp_rank, facts in enumerate(engines):
+        for each in facts:
+            for layer, names in each.expert_memories.items():
+                found.setdefault(layer, {})[dp_rank, each.shard[1]] = names
     return {layer: tuple(names for _, names in sorted(of_rank.items())) for layer, of_rank in found.items()}
 
 

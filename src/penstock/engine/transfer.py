@@ -28,8 +28,12 @@ class EngineTransfer:
     setup: ConnectorSetup | None = None
 
 
-def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> EngineTransfer:
-    """Builds the configured connector, or the null connector. Raises ConfigError."""
+def make_transfer(
+    config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts], readers: Sequence[WorkerFacts]
+) -> EngineTransfer:
+    """Builds the configured connector, or the null connector. `readers` are all ranks that together have read the
+    model: the engine's own, and those of other engines that share its experts. Raises ConfigError.
+    """
     asked = config.kv_transfer
     if asked is None:
         return EngineTransfer(NO_TRANSFER)
@@ -38,8 +42,8 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
     context = ConnectorContext(
         config=asked,
         cache=cache,
-        fingerprint=fingerprint(config, cache, facts),
-        meaning=meaning(config, cache, facts),
+        fingerprint=fingerprint(config, cache, readers),
+        meaning=meaning(config, cache, readers),
         shards=frozenset(each.shard for each in facts),
         rank_heads={each.shard: _heads_of(each) for each in facts},
     )

@@ -7,13 +7,13 @@ and its counters are temporary, so that warming up leaves no other state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.scheduler import Scheduler
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.engine_core import EngineCore, step_together
 from penstock.executor.executor import Executor
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.requests import EngineRequest
@@ -24,31 +24,36 @@ from penstock.worker.synthetic_steps import KINDS
 _MAX_BLOCKS = 256
 
 
-def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
-    """Runs a few requests, each alone and then as many together as possible. Raises ConfigError if a kernel refuses the
-    model on first use, and EngineDeadError for other failures.
+def warm_up(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]]) -> None:
+    """Runs a few requests on each engine, one at a time and then as many together as possible. Raises ConfigError if a
+    kernel refuses the model on first use, and EngineDeadError for other failures.
     """
     try:
-        _run(executor, cache, limits)
+        _run(executor, engines)
     except EngineDeadError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
 
 
-def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
-    # A few blocks are enough, and a full pool would take longer to create than the steps.
-    small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
-    scheduler = Scheduler(limits, KVCacheManager(small, False), is_warm_up=True)
-    core = EngineCore(scheduler, executor, limits.max_num_in_flight)
+def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]]) -> None:
+    cores: list[EngineCore] = []
+    for limits, cache in engines:
+        # A few blocks are enough, and a full pool would take longer to create than the steps.
+        small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
+        scheduler = Scheduler(limits, KVCacheManager(small, False), is_warm_up=True)
+        cores.append(EngineCore(scheduler, executor, limits.max_num_in_flight))
+    # The engines differ at most in the lengths that their memory permits.
+    limits, _ = engines[0]
     for together in (1, min(len(KINDS), limits.max_num_seqs, limits.max_num_queued_requests)):
-        requests = list(_requests(limits))
-        while requests:
-            batch, requests = requests[:together], requests[together:]
-            for request in batch:
-                core.add_request(request)
-            while core.has_work or core.has_rows_to_free:
-                core.step()
+        waiting = [list(_requests(limits)) for limits, _ in engines]
+        while waiting[0]:
+            for core, requests in zip(cores, waiting, strict=True):
+                for request in requests[:together]:
+                    core.add_request(request)
+                del requests[:together]
+            while any(core.has_work or core.has_rows_to_free for core in cores):
+                step_together(cores, waits=True)
 
 
 def _requests(limits: SchedulerConfig) -> Iterator[EngineRequest]:

@@ -1,4 +1,4 @@
-"""Runs plans on all ranks of an engine, local or remote.
+"""Runs plans on all ranks of an engine, local or remote, or of several engines that share experts.
 
 The engine core calls `execute_model` and `sample_tokens` in strict alternation and may be ahead of the workers by as
 many steps as it keeps in flight; results come back in order. Every rank responds to every step, and the responses are
@@ -122,6 +122,9 @@ def _decoded(pending: Pending[_Answer]) -> Pending[_Answer]:
 class Executor:
     """Drives ranks in lockstep. `workers` are in the order of the ranks; the last stage's first rank samples.
 
+    Of several engines each has as many ranks and plans of its own. Their ranks depend on each other: wait for a step's
+    result only when that step has been launched on all engines.
+
     When one of several ranks dies, the others are told to abort, and those that do not are killed. The error raised is
     that of the rank that failed first by itself.
     """
@@ -131,53 +134,64 @@ class Executor:
         workers: Sequence[WorkerHandle],
         abort: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
+        num_engines: int = 1,
     ) -> None:
         """`abort` ends every wait of a rank for another one, which would otherwise wait forever for a failed rank.
         `release` is called when the workers have been shut down, and may be called again.
         """
-        assert workers, "an executor without workers"
+        assert workers and len(workers) % num_engines == 0, f"{len(workers)} workers for {num_engines} engines"
         self._workers = tuple(workers)
+        self._num_ranks = len(workers) // num_engines
         self._abort = abort
         self._release = release
-        self._samplers: Sequence[bool] = (True,) * len(workers)
+        self._samplers: Sequence[bool] = (True,) * self._num_ranks
         self._output_rank = 0
         self._is_broken = False
         self._is_over = threading.Event()
         if len(workers) > 1:
             self.watch(_calls(weakref.WeakMethod(self._on_death)))
 
-    def load(self) -> list[WorkerFacts]:
-        """Loads the weights on all ranks concurrently. Raises ConfigError, or EngineDeadError if a rank fails."""
+    def load(self) -> list[list[WorkerFacts]]:
+        """Loads the weights on all ranks concurrently; returns the facts of each engine's ranks. Raises ConfigError, or
+        EngineDeadError if a rank fails.
+        """
         try:
             facts = _results([worker.load() for worker in self._workers])
         except Exception as error:  # noqa: BLE001 - raised by `_fail`
             self._fail(error)
-        last_stage = max(pp_rank for pp_rank, _ in (each.shard for each in facts))
-        self._samplers = [each.shard[0] == last_stage for each in facts]
-        self._output_rank = [each.shard for each in facts].index((last_stage, 0))
-        return facts
+        engines = [facts[start : start + self._num_ranks] for start in range(0, len(facts), self._num_ranks)]
+        shards = [each.shard for each in engines[0]]
+        last_stage = max(pp_rank for pp_rank, _ in shards)
+        self._samplers = [pp_rank == last_stage for pp_rank, _ in shards]
+        self._output_rank = shards.index((last_stage, 0))
+        return engines
 
-    def initialize(self, plan: InitializeWorker) -> dict[ShardId, HandshakePayload | None]:
-        """Allocates the KV cache on every rank; returns the handshakes of all ranks. Raises like `load`."""
+    def initialize(self, *plans: InitializeWorker) -> list[dict[ShardId, HandshakePayload | None]]:
+        """Allocates the KV cache on every rank, by the plan of its engine; returns the handshakes of each engine's
+        ranks. Raises like `load`.
+        """
+        ranks = [(worker, plan) for engine, plan in enumerate(plans) for worker in self._ranks(engine)]
+        assert len(ranks) == len(self._workers), f"{len(plans)} plans for {len(self._workers)} ranks"
         try:
-            ready = _results([worker.initialize(plan) for worker in self._workers])
+            ready = _results([worker.initialize(plan) for worker, plan in ranks])
         except Exception as error:  # noqa: BLE001 - raised by `_fail`
             self._fail(error)
-        table = {each.shard: each.handshake for each in ready}
-        assert len(table) == len(self._workers), f"{len(self._workers)} ranks sent handshakes as {list(table)}"
-        return table
+        parts = [ready[start : start + self._num_ranks] for start in range(0, len(ready), self._num_ranks)]
+        tables = [{each.shard: each.handshake for each in part} for part in parts]
+        assert all(len(table) == self._num_ranks for table in tables), f"ranks sent handshakes as {tables}"
+        return tables
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        """Launches the forward pass on every rank; does not wait for it."""
+    def execute_model(self, plan: SchedulerOutput, engine: int = 0) -> None:
+        """Launches the forward pass on every rank of an engine; does not wait for it."""
         try:
-            for worker in self._workers:
+            for worker in self._ranks(engine):
                 worker.execute_model(plan)
         except Exception as error:  # noqa: BLE001 - raised by `_fail`
             self._fail(error)
 
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        """Launches sampling for the plan launched last, constrained by its grammars."""
-        ranks = zip(self._workers, self._samplers, strict=True)
+    def sample_tokens(self, grammars: GrammarOutput | None, engine: int = 0) -> Pending[ModelRunnerOutput]:
+        """Launches sampling for the engine's plan launched last, constrained by its grammars."""
+        ranks = zip(self._ranks(engine), self._samplers, strict=True)
         try:
             parts = [worker.sample_tokens(grammars if samples else None) for worker, samples in ranks]
         except Exception as error:  # noqa: BLE001 - raised by `_fail`
@@ -214,6 +228,9 @@ class Executor:
         for worker in self._workers:
             worker.shutdown()
         self._release()
+
+    def _ranks(self, engine: int) -> Sequence[WorkerHandle]:
+        return self._workers[engine * self._num_ranks : (engine + 1) * self._num_ranks]
 
     def _on_death(self) -> None:
         """Called on the thread that watches a rank, when the rank has died."""
@@ -271,12 +288,12 @@ def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) ->
     if moved != sampled.kv_connector_output:
         sampled = replace(sampled, kv_connector_output=moved)
     if any(output.experts is not NO_EXPERTS for output in outputs):
-        sampled = replace(sampled, experts=_experts_of(outputs))
+        sampled = replace(sampled, experts=unite_experts([output.experts for output in outputs]))
     return sampled
 
 
-def _experts_of(outputs: Sequence[ModelRunnerOutput]) -> ExpertsOutput:
+def unite_experts(outputs: Sequence[ExpertsOutput]) -> ExpertsOutput:
     """Returns the union of the reports. One rank of a stage reports the loads of its layers."""
-    loads = {name: load for output in outputs for name, load in output.experts.loads.items()}
-    assert len(loads) == sum(len(output.experts.loads) for output in outputs), "two ranks report one layer's loads"
-    return ExpertsOutput(loads, tuple(report for output in outputs for report in output.experts.reports))
+    loads = {name: load for output in outputs for name, load in output.loads.items()}
+    assert len(loads) == sum(len(output.loads) for output in outputs), "two ranks report one layer's loads"
+    return ExpertsOutput(loads, tuple(report for output in outputs for report in output.reports))

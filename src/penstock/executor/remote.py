@@ -156,7 +156,7 @@ class RemoteWorker:
 
     @property
     def _name(self) -> str:
-        return f"worker {self._load.shard}"
+        return f"worker {self._load.name}"
 
     def _told(self, failed: Failed) -> Exception:
         """Returns the worker's own reason for its end."""

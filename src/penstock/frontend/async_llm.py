@@ -44,7 +44,7 @@ class AsyncLLM:
 
     With `restart_on_failure=N` a core that dies is restarted, at most N times in a row; its requests fail, and until
     the new core serves, `submit` raises OverloadedError. With `data_parallel_size=N` there are N such engines, the
-    `replicas`, and each request runs on one of them.
+    `replicas`, and each request runs on one of them; those that share experts have one core.
 
     The same front end serves HTTP (`penstock serve`). Belongs to the event loop on which it was started.
     """
@@ -52,11 +52,11 @@ class AsyncLLM:
     def __init__(
         self,
         config: EngineConfig,
-        cores: Sequence[RestartingCore],
+        cores: list[RestartingCore],
         ready: Sequence[Ready],
         observers: ReplicaObservers,
     ) -> None:
-        """`cores` have reported `ready`, in the order of their ranks."""
+        """`cores` and what their engines have reported, in the order of the ranks: one core each, or one for all."""
         self.config = config
         self._limits = _narrowest(each.limits for each in ready)
         self._front_end: FrontEnd = build_front_end(config, self._limits)
@@ -66,7 +66,7 @@ class AsyncLLM:
         tokenizer = self._front_end.tokenizer
         self.replicas = tuple(
             Replica(core, each, tokenizer, observers(rank), self._on_restart)
-            for rank, (core, each) in enumerate(zip(cores, ready, strict=True))
+            for rank, (core, each) in enumerate(zip(cores * config.parallel.num_joint_engines, ready, strict=True))
         )
         self._placement = Placement(self.replicas, config.is_prefix_aware)
 
@@ -90,7 +90,7 @@ class AsyncLLM:
         try:
             for plan in plans:
                 clients.append(await CoreClient.start(plan))
-            ready = await asyncio.gather(*(client.ready for client in clients))
+            ready = [each for core in await asyncio.gather(*(client.ready for client in clients)) for each in core]
             cores = [
                 RestartingCore(plan, client, restart_on_failure) for plan, client in zip(plans, clients, strict=True)
             ]
@@ -307,12 +307,11 @@ class AsyncLLM:
 
         Returns False while requests run, and with `reset_connector` if no connector can be reset.
         """
-        cores = [replica.core for replica in self.replicas]
-        return all(await asyncio.gather(*(core.reset_prefix_cache(reset_connector) for core in cores)))
+        return all(await asyncio.gather(*(each.reset_prefix_cache(reset_connector) for each in self.replicas)))
 
     async def check_integrity(self) -> None:
         """Recomputes all derived state of the schedulers and block pools; AssertionError if it is inconsistent."""
-        await asyncio.gather(*(replica.core.check_integrity() for replica in self.replicas))
+        await asyncio.gather(*(replica.check_integrity() for replica in self.replicas))
 
     async def shutdown(self) -> None:
         """Stops the engine cores; requests that still wait for tokens raise EngineDeadError. Idempotent."""

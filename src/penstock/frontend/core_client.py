@@ -14,13 +14,14 @@ from penstock.engine.core_messages import (
     AbortRequests,
     CheckIntegrity,
     GetBlockMap,
+    GetExpertMap,
     Ready,
     Refused,
     Reply,
     ResetPrefixCache,
 )
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import BlockMap, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, StepReport
 from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
 from penstock.utils.wire import FrameReader
@@ -33,26 +34,34 @@ Handler = Callable[[StepReport | Refused | EngineDeadError], None]
 
 
 class CoreClient(asyncio.Protocol):
-    """One engine core process and the connection to it. Belongs to the event loop on which it was started."""
+    """One engine core process and the connection to it. Belongs to the event loop on which it was started.
 
-    def __init__(self, process: ChildProcess) -> None:
-        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+    The process has several engines if they share experts: each call is for one of them, by its data parallel rank.
+    """
+
+    def __init__(self, process: ChildProcess, num_engines: int) -> None:
+        self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
         self.death: EngineDeadError | None = None
         self._process = process
+        self._num_engines = num_engines
+        self._engines: list[Ready] = []
         self._reader = FrameReader(CODEC)
         self._transport: asyncio.Transport | None = None
         self._handler: Handler = _ignore
-        self._calls: dict[int, asyncio.Future[bool | BlockMap]] = {}
+        self._calls: dict[int, asyncio.Future[bool | BlockMap | ExpertMap]] = {}
         self._call_numbers = itertools.count()
         self._failure: Failed | None = None
         self._is_closing = False
 
     @classmethod
     async def start(cls, plan: CorePlan) -> CoreClient:
-        """Starts the process. `ready` resolves when its model is loaded, or raises ConfigError if it cannot be."""
+        """Starts the process. `ready` resolves to a message of each of its engines when the model is loaded, or raises
+        ConfigError if it cannot be.
+        """
+        num_engines = plan.config.parallel.num_joint_engines
         process = ChildProcess(("-m", "penstock.engine.core_process"), env.for_child(plan.environment))
         loop = asyncio.get_running_loop()
-        _, client = await loop.create_unix_connection(lambda: cls(process), sock=process.connection)
+        _, client = await loop.create_unix_connection(lambda: cls(process, num_engines), sock=process.connection)
         client._send(plan.config)
         return client
 
@@ -68,19 +77,25 @@ class CoreClient(asyncio.Protocol):
         if self.death is None:
             self._send(AbortRequests(request_ids))
 
-    async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+    async def reset_prefix_cache(self, reset_connector: bool = False, dp_rank: int = 0) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
-        return bool(await self._call(lambda number: ResetPrefixCache(number, reset_connector)))
+        return bool(await self._call(lambda number: ResetPrefixCache(number, reset_connector, dp_rank)))
 
-    async def block_map(self, max_cells: int) -> BlockMap:
+    async def block_map(self, max_cells: int, dp_rank: int = 0) -> BlockMap:
         """Returns the block pool as letters (`BlockPool.map`)."""
-        found = await self._call(lambda number: GetBlockMap(number, max_cells))
+        found = await self._call(lambda number: GetBlockMap(number, max_cells, dp_rank))
         assert isinstance(found, BlockMap), found
         return found
 
-    async def check_integrity(self) -> None:
+    async def expert_map(self) -> ExpertMap:
+        """Returns the loads of the experts that are balanced."""
+        found = await self._call(GetExpertMap)
+        assert isinstance(found, ExpertMap), found
+        return found
+
+    async def check_integrity(self, dp_rank: int = 0) -> None:
         """Raises AssertionError if the core's derived state is inconsistent."""
-        await self._call(CheckIntegrity)
+        await self._call(lambda number: CheckIntegrity(number, dp_rank))
 
     async def shutdown(self) -> None:
         """Disconnects and waits for the process to end. Idempotent."""
@@ -90,7 +105,7 @@ class CoreClient(asyncio.Protocol):
         if await asyncio.to_thread(self._process.ended, _EXIT_SECONDS) is None:
             await asyncio.to_thread(self._process.end)
 
-    async def _call(self, make_message: Callable[[int], Any]) -> bool | BlockMap:
+    async def _call(self, make_message: Callable[[int], Any]) -> bool | BlockMap | ExpertMap:
         number = next(self._call_numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -129,7 +144,9 @@ class CoreClient(asyncio.Protocol):
                 if future is not None and not future.done():
                     _resolve(future, message)
             case Ready():
-                self.ready.set_result(message)
+                self._engines.append(message)
+                if len(self._engines) == self._num_engines:
+                    self.ready.set_result(self._engines)
             case Failed():
                 self._failure = message
             case _:
@@ -158,7 +175,7 @@ class CoreClient(asyncio.Protocol):
         return EngineDeadError(closed if how is None else f"the engine core's process {how}")
 
 
-def _resolve(future: asyncio.Future[bool | BlockMap], reply: Reply) -> None:
+def _resolve(future: asyncio.Future[bool | BlockMap | ExpertMap], reply: Reply) -> None:
     if reply.error is None:
         future.set_result(reply.value)
     else:

@@ -53,11 +53,15 @@ class RestartingCore:
         self._outage: EngineDeadError | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._handler: Handler = lambda _: None
+        self._handlers: list[Handler] = []
 
-    def set_handler(self, handler: Handler) -> None:
-        self._handler = handler
-        self._listen()
+    def add_handler(self, handler: Handler) -> None:
+        """Every handler receives the messages of all engines of the core."""
+        self._handlers.append(handler)
+        if len(self._handlers) == 1:
+            self._listen()
+        elif self._outage is not None:
+            handler(self._outage)
 
     @property
     def client(self) -> CoreClient:
@@ -99,7 +103,11 @@ class RestartingCore:
     def _on_message(self, message: StepReport | Refused | EngineDeadError) -> None:
         if isinstance(message, EngineDeadError):
             self._on_death(message)
-        self._handler(message)
+        self._tell(message)
+
+    def _tell(self, message: StepReport | Refused | EngineDeadError | Ready) -> None:
+        for handler in self._handlers:
+            handler(message)
 
     def _on_death(self, error: EngineDeadError) -> None:
         self._outage = error
@@ -146,6 +154,7 @@ class RestartingCore:
         self.num_restarts += 1
         self._outage = self._restarting = None
         logger.warning("the engine has been started again")
-        self._handler(ready)
+        for message in ready:
+            self._tell(message)
         self._listen()
         return True

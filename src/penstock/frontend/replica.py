@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.engine.core_messages import Ready, Refusal, Refused
-from penstock.frontend.core_client import CoreClient
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.input_processor import ProcessedRequest
 from penstock.frontend.output_processor import OutputProcessor
 from penstock.messages.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, KVEvent
 from penstock.messages.outputs import FinishReason, RequestOutput
-from penstock.messages.stats import SchedulerStats, StepReport
+from penstock.messages.stats import BlockMap, ExpertMap, SchedulerStats, StepReport
 from penstock.metrics.request_log import EngineObserver, RequestLog, RequestRecord
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
@@ -72,8 +72,8 @@ class RequestStream:
 class Replica:
     """An engine core and its successors, their requests, and their reports.
 
-    The front end has one for every rank of data parallelism: each has the whole model and its own KV cache. Belongs to
-    the event loop on which it was started. `died` is set when the last core will not be restarted.
+    The front end has one for every rank of data parallelism, with its own KV cache. Those that share experts have one
+    core. Belongs to the event loop on which it was started. `died` is set when the last core will not be restarted.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Replica:
         """`on_restart` is called when a new core serves: its `limits` may differ."""
         self.info = ready.info
         self.limits = ready.limits
+        self._dp_rank = ready.dp_rank
         self.log = RequestLog(observers)
         self.stats = _IDLE  # the scheduler's counters and gauges as of the last step or abort
         self.died = core.died
@@ -103,12 +104,25 @@ class Replica:
         self._held = HeldBlocks()
         self._clock = SystemClock()
         self._last_progress = self._clock.now()
-        core.set_handler(self._on_message)
+        core.add_handler(self._on_message)
 
-    @property
-    def core(self) -> CoreClient:
-        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the last death."""
-        return self._core.client
+    async def reset_prefix_cache(self, reset_connector: bool) -> bool:
+        """See `EngineCore.reset_prefix_cache`. This and the next two raise OverloadedError during a restart, and
+        EngineDeadError after the last death.
+        """
+        return await self._core.client.reset_prefix_cache(reset_connector, self._dp_rank)
+
+    async def block_map(self, max_cells: int) -> BlockMap:
+        """See `EngineCore.block_map`."""
+        return await self._core.client.block_map(max_cells, self._dp_rank)
+
+    async def expert_map(self) -> ExpertMap:
+        """See `EngineCore.expert_map`."""
+        return await self._core.client.expert_map()
+
+    async def check_integrity(self) -> None:
+        """Raises AssertionError if the engine's derived state is inconsistent."""
+        await self._core.client.check_integrity(self._dp_rank)
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -155,9 +169,9 @@ class Replica:
         """Submits a request to the engine core. `trace` is a W3C traceparent, `arrived` on the monotonic clock; the
         `num_cached` first tokens of its prompt do not count as work.
 
-        Raises OverloadedError if there is no room, and the errors of `core`.
+        Raises OverloadedError if there is no room or during a restart, and EngineDeadError after the last death.
         """
-        core, limit = self.core, self.limits.max_num_queued_requests
+        core, limit = self._core.client, self.limits.max_num_queued_requests
         if len(self._owners) + len(request.children) > limit:
             held = len(self._owners)
             raise OverloadedError(f"the engine already holds {held} of max_num_queued_requests={limit} requests")
@@ -181,7 +195,7 @@ class Replica:
                     trace=trace,
                 )
             )
-            core.add_request(child)
+            core.add_request(replace(child, dp_rank=self._dp_rank) if self._dp_rank else child)
         return stream
 
     async def shutdown(self) -> None:
@@ -214,6 +228,8 @@ class Replica:
 
     def _on_message(self, message: StepReport | Refused | EngineDeadError | Ready) -> None:
         match message:
+            case StepReport(dp_rank=dp_rank) | Ready(dp_rank=dp_rank) if dp_rank != self._dp_rank:
+                pass  # It concerns another engine of this core.
             case StepReport():
                 self._on_report(message)
             case Refused(request_id):

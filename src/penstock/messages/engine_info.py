@@ -10,7 +10,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is the number of threads of
     each rank on a CPU. `kv_cache_bytes` is the sum over all ranks, each of which stores its part of every block;
     `load_seconds` is the time from the first worker's start to the end of the warm-up. `pooling` describes in words
-    what a pooling engine returns. `wrapper` is the model type of a multimodal model whose text part is served.
+    what a pooling engine returns. `shares_experts`: the data parallel engines divide the experts among them.
+    `wrapper` is the model type of a multimodal model whose text part is served.
     """
 
     dtype: str
@@ -26,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    shares_experts: bool = False
     pooling: str | None = None
     wrapper: str = ""
 

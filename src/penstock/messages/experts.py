@@ -1,4 +1,4 @@
-"""Messages about experts that move between the ranks of a stage: orders in a step's plan, and what ranks report.
+"""Messages about experts on the ranks of a stage: who has rows for them in a step, and how they move between ranks.
 
 A buffer is a place for one expert of a layer; those of a stage are numbered rank after rank.
 """
@@ -9,6 +9,16 @@ import msgspec
 import numpy as np
 
 from penstock.messages.kv_transfer import TransferId, TransferReport
+
+
+class RowCounts(msgspec.Struct, frozen=True):
+    """How many rows one of the engines that share experts has in the passes of a step: the tokens that it computes and
+    the requests that sample, for which it proposes `num_drafts` drafts each; 0 if none samples.
+    """
+
+    num_tokens: int = 0
+    num_sampling: int = 0
+    num_drafts: int = 0
 
 
 class ExpertMove(msgspec.Struct, frozen=True):

@@ -16,7 +16,8 @@ class EngineRequest:
 
     `sampling_params` is resolved: `max_tokens` and `seed` are set. `eos_token_ids` are the
     model's end-of-sequence tokens, empty when the request ignores them; `stop_token_ids` are the request's own.
-    `second_text_start` is where the second text of a pair begins, 0 where there is none.
+    `second_text_start` is where the second text of a pair begins, 0 where there is none. `dp_rank` is the engine's that
+    computes it, among those of its core.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class EngineRequest:
     cache_salt: str | None = None
     grammar: GrammarSpec | None = None
     second_text_start: int = 0
+    dp_rank: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

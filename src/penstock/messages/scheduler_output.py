@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from penstock.messages.experts import ExpertOrders
+from penstock.messages.experts import ExpertOrders, RowCounts
 from penstock.messages.kv_transfer import KVConnectorMetadata
 from penstock.messages.requests import RowRequest
 
@@ -47,11 +47,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     request's tokens are drafts, which the device holds and this step verifies. `new_block_ids` are appended to the
     block tables of requests that the runner already has.
 
-    At the end of the step the speculator proposes `num_drafts_to_propose` drafts for every request that samples, and
-    reports those of `grammar_request_ids`, which sample in this step and need a `GrammarOutput` for it. The tokens
-    allowed for them depend on their earlier tokens: results of steps up to `barrier_step` are applied first (0: none).
-    Rows of finished and preempted requests are freed before anything else. A warm-up step is not passed to the
-    connector, and its experts are not counted. `expert_orders` are for the ranks that have that layer.
+    At the end of the step the speculator proposes `num_drafts_to_propose` drafts for each of the `num_sampling`
+    requests that sample, and reports those of `grammar_request_ids`, which sample in this step and need a
+    `GrammarOutput` for it. The tokens allowed for them depend on their earlier tokens: results of steps up to
+    `barrier_step` are applied first (0: none). Rows of finished and preempted requests are freed before anything else.
+    A warm-up step is not passed to the connector, and its experts are not counted. `expert_orders` are for the ranks
+    that have that layer.
+
+    Engines that share experts make each step together: `rows_by_engine` has the rows of all of them, in the order of
+    their data parallel ranks, and an engine without tokens takes part in the passes of the others. It is empty for an
+    engine by itself.
     """
 
     step: int
@@ -61,6 +66,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     num_computed_tokens: tuple[int, ...] = ()
     num_draft_tokens: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     num_drafts_to_propose: int = 0
+    num_sampling: int = 0
     total_num_scheduled_tokens: int = 0
     grammar_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
@@ -69,11 +75,23 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     barrier_step: int = 0
     is_warm_up: bool = False
     expert_orders: ExpertOrders | None = None
+    rows_by_engine: tuple[RowCounts, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether no forward pass is needed; rows may still have to be freed."""
         return self.total_num_scheduled_tokens == 0
+
+    @property
+    def uses_experts(self) -> bool:
+        """Whether a forward pass of this engine, or of another one with the same experts, is needed."""
+        return not self.is_empty or any(each.num_tokens for each in self.rows_by_engine)
+
+    @property
+    def row_counts(self) -> RowCounts:
+        """This engine's rows in the step."""
+        num_drafts = self.num_drafts_to_propose if self.num_sampling else 0
+        return RowCounts(self.total_num_scheduled_tokens, self.num_sampling, num_drafts)
 
     def with_metadata(self, metadata: KVConnectorMetadata | None) -> SchedulerOutput:
         """Returns the same step with the metadata for the connector's workers."""

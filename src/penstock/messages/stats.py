@@ -63,7 +63,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     experts: ExpertStats = ExpertStats()
 
 
-class BlockMap(msgspec.Struct, frozen=True):
+class BlockMap(msgspec.Struct, frozen=True, tag=True):
     """A map of the block pool: letters in `cells`, each for the same number of consecutive blocks, and the number of
     blocks of each letter. A letter is the initial of free, cached, owned, loading, or pinned (with a pin and no
     owner); a cell of several blocks shows the busiest one.
@@ -71,6 +71,27 @@ class BlockMap(msgspec.Struct, frozen=True):
 
     cells: str
     counts: dict[str, int]
+
+
+class ExpertLoads(msgspec.Struct, frozen=True):
+    """The loads of the experts in one placement. `cells` has a string for every layer and in it a letter for every slot
+    of the ranks, rank after rank: a is no load, i the layer's mean, z 25 eighths of it or more. `peaks` has for every
+    layer the highest load of a rank in proportion to the mean.
+    """
+
+    cells: tuple[str, ...] = ()
+    peaks: tuple[float, ...] = ()
+
+
+class ExpertMap(msgspec.Struct, frozen=True, tag=True):
+    """The loads of the last steps as they would be where the experts were at first, and where they are now; without
+    layers if experts are not balanced.
+    """
+
+    layers: tuple[str, ...] = ()
+    num_ranks: int = 1
+    before: ExpertLoads = ExpertLoads()
+    now: ExpertLoads = ExpertLoads()
 
 
 class RequestEventKind(enum.StrEnum):
@@ -90,7 +111,7 @@ class RequestEvent:
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one call of `EngineCore.step`: outputs and events of requests. `num_tokens` is how many tokens the
     processed step computed, 0 if there was nothing to process. `kv_events` are the KV events since the last report, if
-    the engine reports them.
+    the engine reports them. `dp_rank` is the engine's among those of its core.
     """
 
     outputs: tuple[EngineOutput, ...]
@@ -98,3 +119,4 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int
     stats: SchedulerStats
     kv_events: tuple[KVEvent, ...] = ()
+    dp_rank: int = 0

@@ -10,12 +10,14 @@ and, for Qwen3, the logits, the weights and their products with the outputs. In 
 The ranks of a group divide every expert (`SlicedExperts`): each computes its share of the inner features, gathers the
 others', computes its share of the outputs and gathers those. Or they divide the experts (`PlacedExperts`): each
 computes the pairs of rows and experts that are its own, and gathers the others' outputs. No rank adds partial sums of a
-row, so neither the group's size nor the place of an expert changes a bit.
+row, so neither the group's size nor the place of an expert changes a bit. Ranks of several engines may divide the
+experts together: then each first gathers the other engines' rows, and adds up its own engine's outputs alone.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +38,7 @@ from penstock.models.decoder import DecoderLayer
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp, halves_of_pairs
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
+from penstock.parallel.topology import Share
 from penstock.utils.errors import ConfigError
 from penstock.utils.shared_memory import SharedMemory, create_memory
 
@@ -117,14 +120,23 @@ class PlacedExperts:
     the outputs of all pairs and combine them, so that the placement changes no bit.
 
     If experts move, their memory is shared with the other ranks, and the tokens of each expert are counted.
+
+    If several engines share the experts, they have different rows, and every rank must know how many each has: `expect`
+    names the rows of the next passes, and an engine without rows takes part by `run_along`.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, names: _Names) -> None:
         parallel = weights.expert_parallel
         assert config.experts is not None and parallel is not None
-        self.rank, self.num_buffers = weights.group.index, parallel.num_buffers
+        self._group = weights.expert_group or weights.group
+        assert self._group.count == parallel.num_ranks, f"{self._group.count} ranks, and experts for {parallel}"
+        self.rank, self.num_buffers = self._group.index, parallel.num_buffers
         self.memories: list[SharedMemory] = []
-        self._group = weights.group
+        # This rank's place among those of its engine, which have the same rows.
+        self._share = weights.share
+        self._expected: deque[tuple[int, ...]] = deque()
+        self._no_rows = torch.empty((0, config.hidden_size), dtype=weights.dtype)
+        self._no_choices = torch.empty((0, config.experts.top_k), dtype=torch.int64)
         self._own = slice(self.rank * self.num_buffers, (self.rank + 1) * self.num_buffers)
         self._loads: np.ndarray | None = None
         self._num_experts = config.experts.num_experts
@@ -160,8 +172,23 @@ class PlacedExperts:
         self.memories.append(create_memory(num_bytes))
         return torch.frombuffer(self.memories[-1].view, dtype=torch.uint8)
 
+    def expect(self, passes: Iterable[tuple[int, ...]]) -> None:
+        """Names the next passes, by the number of rows of each engine. Those of the last step have been made."""
+        assert not self._expected, f"passes with {list(self._expected)} rows have not been made"
+        self._expected.extend(passes)
+
+    def run_along(self) -> bool:
+        """Makes the next expected pass, in which this engine has no rows; returns False if there is none."""
+        if not self._expected:
+            return False
+        self(self._no_rows, self._no_choices, self._no_choices.float())
+        return True
+
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids and weights [T, top_k] -> [T, H]."""
+        num_rows, first = len(x), 0
+        if self._group.count > self._share.count:
+            x, ids, first = self._gather_engines(x, ids)
         if self._loads is not None:
             self._loads += ids.view(-1).bincount(minlength=self._num_experts).numpy().astype(np.int32)
         groups = self.experts.group(self._choose(ids), self._all_buffers, len(self._all_buffers))
@@ -171,7 +198,24 @@ class PlacedExperts:
         here = replace(groups, pairs=groups.pairs[own], starts=starts)
         outputs = self.experts.down(self.experts.gate_up(x, here), here)  # [T, H] -> [own P, I] -> [own P, H]
         counts = [end - start for start, end in itertools.pairwise(bounds)]
-        return self.experts.combine(gather_rows(self._group, outputs, counts), groups, weights)  # -> [P, H] -> [T, H]
+        gathered = gather_rows(self._group, outputs, counts)  # -> [P, H]
+        combined = replace(groups, rows=groups.rows[first : first + num_rows])
+        return self.experts.combine(gathered, combined, weights)  # -> [T, H]
+
+    def _gather_engines(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Returns the rows and choices of all engines in order, and where this one's begin.
+
+        All ranks of an engine have its rows: each sends a share of them, with the choices as if they were features.
+        """
+        assert self._expected, f"a pass of {len(x)} rows that no engine expects"
+        counts, size = self._expected.popleft(), self._share.count
+        engine = self._group.index // size
+        assert counts[engine] == len(x), f"engine {engine} has {len(x)} rows in a pass with {counts}"
+        own = self._share.part(len(x))
+        sent = torch.cat([part[own.start : own.stop] for part in (x, ids.int().view(x.dtype))], 1)
+        gathered = gather_rows(self._group, sent, [rows for count in counts for rows in Share(0, size).sizes(count)])
+        rows, choices = gathered.split([x.shape[1], sent.shape[1] - x.shape[1]], 1)
+        return rows.contiguous(), choices.contiguous().view(torch.int32).long(), sum(counts[:engine])
 
     def _choose(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the buffer of every pair."""

@@ -158,7 +158,7 @@ class Weights:
     Of a tensor that the ranks of `group` divide it delivers only this rank's share. Layers are divided by outputs; with
     `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
     or as fast as possible, and `check` is called with each of them and its weight. With `expert_parallel` the ranks
-    have whole experts.
+    have whole experts; these are divided among the ranks of `expert_group`, by default `group`.
     """
 
     source: WeightSource
@@ -170,6 +170,7 @@ class Weights:
     group: TensorGroup = ALONE
     divides_inputs: bool = False
     expert_parallel: ExpertParallelConfig | None = None
+    expert_group: TensorGroup | None = None
     digest: WeightsDigest = field(default_factory=WeightsDigest)
     check: Check = trust
 

@@ -138,11 +138,17 @@ class RankLinks:
     results_out: tuple[TensorChannel, ...]  # on the last stage: one to (stage, tp rank) for every earlier stage
     results_in: TensorChannel | None  # on earlier stages: from (last stage, tp rank)
     close: Callable[[], None]  # ranks that wait for this one raise RanksLostError; may be called twice
+    shared_experts: TensorGroup | None = None  # the stage's ranks of all engines that share experts, if several do
+
+    @property
+    def experts(self) -> TensorGroup:
+        """The ranks that divide whole experts: engine after engine, each in the order of its ranks."""
+        return self.shared_experts or self.group
 
     @property
     def has_others(self) -> bool:
         """Whether the engine has other ranks."""
-        return self.group.count > 1 or self.upstream is not None or self.downstream is not None
+        return self.experts.count > 1 or self.upstream is not None or self.downstream is not None
 
 
 NO_LINKS = RankLinks(ALONE, None, None, (), None, lambda: None)

@@ -96,10 +96,10 @@ class Layout:
         return self._buffers + groups * GATHER_BUFFERS * GATHER_BUFFER_BYTES
 
 
-def create_rank_memory(pp: int, tp: int) -> SharedMemory:
-    """Creates the memory of an engine of pp x tp ranks that run on the cores of this process."""
+def create_rank_memory(pp: int, tp: int, num_ranks: int | None = None) -> SharedMemory:
+    """Creates the memory of pp x tp ranks. All `num_ranks`, by default these, run on the cores of this process."""
     memory = create_memory(Layout(pp, tp).num_bytes)
-    spin = SPIN_NANOSECONDS if pp * tp <= usable_cores() else 0
+    spin = SPIN_NANOSECONDS if (num_ranks or pp * tp) <= usable_cores() else 0
     _FACTS.pack_into(memory.view, _FACTS_OFFSET, pp, tp, spin)
     return memory
 

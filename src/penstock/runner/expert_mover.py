@@ -36,6 +36,10 @@ class ExpertStep(Protocol):
         """Called before the model's pass: applies the plan's orders."""
         ...
 
+    def skip(self) -> None:
+        """Called instead of the model's pass in a step without tokens."""
+        ...
+
     def end(self) -> ExpertsOutput:
         """Called after the step's last pass: returns its counts, and the moves that have ended."""
         ...
@@ -50,6 +54,8 @@ class NoExpertStep:
 
     def begin(self, plan: SchedulerOutput) -> None: ...
 
+    def skip(self) -> None: ...
+
     def end(self) -> ExpertsOutput:
         return NO_EXPERTS
 
@@ -57,7 +63,10 @@ class NoExpertStep:
 
 
 class ExpertMover:
-    """An `ExpertStep`. `memories` are the names of each layer's arrays on the ranks of this stage, in their order."""
+    """An `ExpertStep`. `memories` are the names of each layer's arrays on the ranks of this stage, in their order.
+
+    This rank is `shard`: its stage, and its place among these ranks.
+    """
 
     def __init__(
         self, experts: Mapping[str, PlacedExperts], memories: Mapping[str, Sequence[Sequence[str]]], shard: ShardId
@@ -86,6 +95,8 @@ class ExpertMover:
                 target=self._copy, args=(orders.layer, moves), name="penstock-experts", daemon=True
             )
             self._thread.start()
+
+    def skip(self) -> None: ...
 
     def end(self) -> ExpertsOutput:
         # A step without tokens reports zeros, which add nothing.

@@ -64,6 +64,7 @@ class ModelRunner:
         self.experts.begin(plan)
         self._update_rows(plan)
         if plan.is_empty:
+            self.experts.skip()
             return None
         self.end.prepare(plan)
         batch = self.inputs.build(plan)

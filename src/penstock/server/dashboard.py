@@ -49,22 +49,23 @@ async def events(request: Request, rank: int = 0) -> Response:
 
 
 async def _pictures(service: Service, replica: Replica) -> AsyncGenerator[bytes, None]:
-    blocks: dict[str, Any] = {}
-    blocks_due = service.clock.now()
+    maps: dict[str, Any] = {"blocks": {}, "experts": {}}
+    maps_due = service.clock.now()
     while not service.closing.is_set():
         # When the engine has died, its last snapshot is shown until another one serves; the health shows the reason.
-        if service.clock.now() >= blocks_due:
+        if service.clock.now() >= maps_due:
             with contextlib.suppress(EngineDeadError, OverloadedError):
-                blocks = await _blocks(replica)
-            blocks_due = service.clock.now() + replica.info.num_blocks * _SECONDS_PER_BLOCK
-        yield event({**_picture(service, replica), "blocks": blocks})
+                experts = msgspec.to_builtins(await replica.expert_map())
+                maps = {"blocks": await _blocks(replica), "experts": experts}
+            maps_due = service.clock.now() + replica.info.num_blocks * _SECONDS_PER_BLOCK
+        yield event({**_picture(service, replica), **maps})
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.closing.wait(), _SECONDS_BETWEEN)
 
 
 async def _blocks(replica: Replica) -> dict[str, Any]:
     info = replica.info
-    found = await replica.core.block_map(_MAX_CELLS)
+    found = await replica.block_map(_MAX_CELLS)
     return {
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,

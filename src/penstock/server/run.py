@@ -21,7 +21,7 @@ from penstock.metrics.request_log import EngineObserver
 from penstock.metrics.tracing import RequestTracer, make_tracer
 from penstock.server.app import create_admin_app, create_app
 from penstock.server.connections import Connection
-from penstock.server.openai.reasoning import make_reasoning_format
+from penstock.server.openai.reasoning_formats import make_reasoning_format
 from penstock.server.openai.tool_calls.registry import make_format
 from penstock.server.service import Service
 from penstock.utils import logging

@@ -163,7 +163,7 @@ class SimEngine:
         executor = make_executor(self.devices, parts.workers)
         executor.load()
         limits = setup.scheduler_config(site.ranks.pp)
-        handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
+        (handshakes,) = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
         self.scheduler = Scheduler(limits, self.kv, None, transfer)
         if not parts.is_null:
             parts.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)

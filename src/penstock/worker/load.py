@@ -43,9 +43,11 @@ def load_model(
     if is_read:
         # 8-bit floats become twice as large.
         num_bytes = checkpoint_bytes(config.model.path) * (1 if config.model.fp8_block is None else 2)
-        needed, available = num_bytes // config.parallel.num_ranks, memory.available()
+        # Engines that share experts have the other layers several times, which are small in comparison.
+        num_ranks = config.parallel.num_ranks * config.parallel.num_joint_engines
+        needed, available = num_bytes // num_ranks, memory.available()
         if needed > available:
-            of_rank = "a rank's part of the" if config.parallel.num_ranks > 1 else "the"
+            of_rank = "a rank's part of the" if num_ranks > 1 else "the"
             raise ConfigError(
                 f"{of_rank} weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
                 f"{available / 2**30:.1f} GiB free: free {(needed - available) / 2**30:.1f} GiB there, or choose a "
@@ -73,6 +75,7 @@ def load_model(
                 group=links.group,
                 divides_inputs=parts.divides_inputs(config.execution),
                 expert_parallel=config.parallel.experts,
+                expert_group=links.experts,
                 digest=digests[-1],
                 check=check,
             )

@@ -36,11 +36,21 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 class LoadWorker(msgspec.Struct, frozen=True):
-    """The worker chooses its device."""
+    """The worker chooses its device. `rendezvous` is that of the engine `dp_rank`, and `experts` that of the ranks of
+    this stage in all engines, if these share experts.
+    """
 
     config: EngineConfig
     shard: ShardId
     rendezvous: Rendezvous = Rendezvous()
+    dp_rank: int = 0
+    experts: Rendezvous = Rendezvous()
+
+    @property
+    def name(self) -> str:
+        """The rank, as errors name it."""
+        of_engine = f" of engine {self.dp_rank}" if self.config.parallel.num_joint_engines > 1 else ""
+        return f"{self.shard}{of_engine}"
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,13 +30,13 @@ from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.shared_memory import shared_links
-from penstock.runner.expert_mover import ExpertMover, NoExpertStep
 from penstock.runner.kv_cache import KVCache, allocate_kv_cache, allocate_shared_kv_cache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import memory_for
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import PendingOutput
 from penstock.runner.parts import DeviceParts
+from penstock.runner.shared_experts import make_expert_step
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.utils.shared_memory import attach_memory
@@ -56,23 +56,40 @@ def load_worker(message: LoadWorker) -> LoadedWorker:
     logging.configure(env.log_level())
     config, shard = choose_device(message.config), message.shard
     if not config.model.path.is_dir():
-        raise ConfigError(f"there is no folder {str(config.model.path)!r} on the host of rank {shard}")
+        raise ConfigError(f"there is no folder {str(config.model.path)!r} on the host of rank {message.name}")
     if config.kv_transfer is not None:
         import_connector(config.kv_transfer)
     parts = make_parts(torch.device(config.device))
     with compiling_ahead(config, parts.compute_capability) as wait_for_kernels:
         parts.set_up(config.execution, config.parallel.num_ranks * config.cache.num_sharers)
-        links = meet(message.rendezvous, config.parallel, shard, parts)
+        links = meet(message, config.parallel, parts)
         loaded = load_model(config, parts, shard, links)
         wait_for_kernels()
     return LoadedWorker(config, shard, loaded, parts)
 
 
-def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, parts: DeviceParts) -> RankLinks:
+def meet(message: LoadWorker, parallel: ParallelConfig, parts: DeviceParts) -> RankLinks:
     """Returns the rank's connections to the others. Raises EngineDeadError if their memory no longer exists, and
     ConfigError for memory that the device cannot use.
     """
-    if parallel.num_ranks == 1:
+    links = _connect(message.rendezvous, parallel, (parallel.pp, parallel.tp), message.shard, parts)
+    if parallel.num_joint_engines == 1:
+        return links
+    place = message.dp_rank * parallel.tp + message.shard[1]
+    stage = _connect(message.experts, parallel, (1, parallel.num_joint_engines * parallel.tp), (0, place), parts)
+
+    def close() -> None:
+        links.close()
+        stage.close()
+
+    return replace(links, shared_experts=stage.group, close=close)
+
+
+def _connect(
+    rendezvous: Rendezvous, parallel: ParallelConfig, size: tuple[int, int], place: ShardId, parts: DeviceParts
+) -> RankLinks:
+    """Returns the links of the rank at `place` among pp x tp ranks, `size`."""
+    if size == (1, 1):
         return NO_LINKS
     if rendezvous.memory is not None and not parts.shares_main_memory:
         raise ConfigError(
@@ -84,7 +101,7 @@ def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, parts
             memory = attach_memory(rendezvous.memory, rendezvous.num_bytes)
         except OSError as error:
             raise EngineDeadError(f"the memory that the ranks share cannot be mapped: {error}") from error
-        return shared_links(memory, parallel.pp, parallel.tp, shard)
+        return shared_links(memory, *size, place)
     if parallel.experts is not None and parallel.experts.balancing is not None:
         raise ConfigError(
             "enable_eplb needs ranks on one host that share memory (distributed_executor_backend mp or uniproc on a "
@@ -94,7 +111,7 @@ def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, parts
     from penstock.parallel.distributed import distributed_links
 
     assert rendezvous.address is not None, f"{parallel} without a rendezvous"
-    return distributed_links(rendezvous.address, parallel.pp, parallel.tp, shard, parts.collectives)
+    return distributed_links(rendezvous.address, *size, place, parts.collectives)
 
 
 class LoadedWorker:
@@ -136,9 +153,7 @@ class LoadedWorker:
         rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
         with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
             planned = replace(config, scheduler=limits)
-            experts = NoExpertStep()
-            if self.facts.expert_memories:
-                experts = ExpertMover(loaded.experts, plan.expert_memories, self.facts.shard)
+            experts = make_expert_step(loaded, plan.expert_memories, self.facts.shard[0])
             runner = make_runner(self._parts, loaded, cache, planned, connector, env.debug(), experts)
         ready = WorkerReady(self.facts.shard, connector.get_handshake_metadata(), runner.runs_ahead)
         advice = f"lower gpu_memory_utilization, or {step_advice(limits)}"

@@ -92,7 +92,7 @@ def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolU
     )
     if params.structured_outputs is None:
         return params
-    outputs = replace(params.structured_outputs, reasoning=service.reasoning.grammar(start))
+    outputs = replace(params.structured_outputs, reasoning=service.reasoning.grammar(start, is_call=tools.is_forced))
     return replace(params, structured_outputs=outputs)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
 
@@ -63,12 +63,21 @@ class ReasoningFormat:
 
     def needs_special_tokens(self, start: Start) -> bool:
         """Whether a tag that may follow is a special token, which is visible only in text that shows special tokens."""
-        tags = [self.added_tokens.get(tag) for tag in (self.opening, self.closing)]
-        return start is not Start.OVER and any(tag is not None and tag.is_special for tag in tags)
+        return start is not Start.OVER and any(token.is_special for token in self.added_tokens.values())
 
-    def grammar(self, start: Start) -> str | None:
-        """Returns the Lark rule `reasoning`, and the rules that it needs, for the text before a constrained answer.
-        None if there is none.
+    def with_tokens(self, added_tokens: Mapping[str, AddedToken]) -> ReasoningFormat:
+        """Returns the format for a tokenizer with these tokens."""
+        tags = {tag: added_tokens[tag] for tag in self.tags if tag in added_tokens}
+        return replace(self, added_tokens=tags)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The texts that may be single tokens."""
+        return self.opening, self.closing
+
+    def grammar(self, start: Start, *, is_call: bool = False) -> str | None:
+        """Returns the Lark rule `reasoning`, and the rules that it needs, for the text before a constrained answer,
+        which is a call or content. None if there is none.
         """
         if start is Start.OVER:
             return None
@@ -83,16 +92,7 @@ class ReasoningFormat:
                 rule = f"{opened}? {thought} GAP"
             case _:
                 rule = f"({opened} {thought} GAP)?"
-        pattern = re.escape(self.closing).replace("/", r"\/")
-        return "\n".join(
-            (
-                f"reasoning: {rule}",
-                # One terminal that includes the tag, because the text must not continue past it.
-                f'THOUGHT: NO_CLOSING "{self.closing}"',
-                rf"NO_CLOSING: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/",
-                r"GAP: /[\r\n ]{0,4}/",
-            )
-        )
+        return "\n".join((f"reasoning: {rule}", *thought_terminals(self.closing), r"GAP: /[\r\n ]{0,4}/"))
 
     def reader(self, start: Start) -> ReasoningReader:
         """Returns a reader for one completion."""
@@ -154,7 +154,7 @@ class ReasoningReader:
             self._drops_breaks = True
             # The last line break before the tag belongs to the tag.
             return text[:place].removesuffix("\n"), self._without_breaks(text[place + len(self._closing) :])
-        cut = len(text) - max(_overlap(text, self._closing), _overlap(text, f"\n{self._closing}"))
+        cut = len(text) - max(overlap(text, self._closing), overlap(text, f"\n{self._closing}"))
         self._pending = text[cut:]
         return text[:cut], ""
 
@@ -165,24 +165,16 @@ class ReasoningReader:
         return text
 
 
-def _overlap(text: str, tag: str) -> int:
+def thought_terminals(closing: str) -> tuple[str, str]:
+    """Returns the Lark terminals THOUGHT, text that includes the tag at its end, and NO_CLOSING, text without it."""
+    pattern = re.escape(closing).replace("/", r"\/")
+    return (
+        # One terminal that includes the tag, because the text must not continue past it.
+        f'THOUGHT: NO_CLOSING "{closing}"',
+        rf"NO_CLOSING: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/",
+    )
+
+
+def overlap(text: str, tag: str) -> int:
     """Returns the length of the longest suffix of the text that is a prefix of the tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
-
-
-REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    each.name: each
-    for each in (
-        ReasoningFormat("qwen3", "<think>", "</think>", Start.POSSIBLE),
-        ReasoningFormat("deepseek_r1", "<think>", "</think>", Start.EXPECTED),
-        ReasoningFormat("none", "", "", Start.OVER),
-    )
-}
-
-
-def make_reasoning_format(name: str, tokenizer: Tokenizer | None) -> ReasoningFormat:
-    """Returns the format of this name, with the tokens of its tags in this tokenizer."""
-    known = REASONING_FORMATS[name]
-    tokens = {} if tokenizer is None else tokenizer.added_tokens
-    tags = {tag: tokens[tag] for tag in (known.opening, known.closing) if tag in tokens}
-    return ReasoningFormat(known.name, known.opening, known.closing, known.by_default, tags)

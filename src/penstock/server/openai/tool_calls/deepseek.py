@@ -32,8 +32,8 @@ CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁cal
 _FENCE = "```"
 
 
-class _DeepSeekParser(TaggedParser):
-    """`FENCE` is the text after the arguments, if any."""
+class SectionParser(TaggedParser):
+    """Calls are between tags, and all of them between two more; `FENCE` is the text after the arguments, if any."""
 
     BEGIN = CALL_BEGIN
     OUTER = (CALLS_BEGIN,)
@@ -48,11 +48,11 @@ class _DeepSeekParser(TaggedParser):
 
     def _call(self, content: str) -> Scan[str]:
         """Reads a call after its opening tag; returns the first character after what it read."""
-        name = yield from self._name()
+        name, call_id = yield from self._head()
         require(name in self._tools)
         char = yield from skip_whitespace((yield))
         require(char == "{")
-        self._begin(name, content)
+        self._begin(name, content, call_id)
         yield from read_until_closed(char, self._emit)
         self._end()
         char = yield
@@ -65,27 +65,27 @@ class _DeepSeekParser(TaggedParser):
         return char
 
     @abstractmethod
-    def _name(self) -> Scan[str]:
-        """Reads from the opening tag to the arguments; returns the function's name."""
+    def _head(self) -> Scan[tuple[str, str | None]]:
+        """Reads from the opening tag to the arguments; returns the function's name, and the call's id if it has one."""
 
 
-class DeepSeekV3Parser(_DeepSeekParser):
+class DeepSeekV3Parser(SectionParser):
     FENCE = _FENCE
 
-    def _name(self) -> Scan[str]:
+    def _head(self) -> Scan[tuple[str, str | None]]:
         kind, char = yield from read_name((yield), "<")
         require(kind == "function")
         yield from expect(SEPARATOR, char)
         name, _ = yield from read_name((yield), "\n")
         yield from expect(_FENCE + "json", (yield))
-        return name
+        return name, None
 
 
-class DeepSeekV31Parser(_DeepSeekParser):
-    def _name(self) -> Scan[str]:
+class DeepSeekV31Parser(SectionParser):
+    def _head(self) -> Scan[tuple[str, str | None]]:
         name, char = yield from read_name((yield), "<")
         yield from expect(SEPARATOR, char)
-        return name
+        return name, None
 
 
 class DeepSeekV3Format(ToolCallFormat):

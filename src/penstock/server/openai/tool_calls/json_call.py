@@ -41,6 +41,25 @@ class JsonCallParser(ToolCallParser):
         self._end()
         return True, (yield)
 
+    def _array(self, content: str) -> Scan[str]:
+        """Reads an array of calls after its opening bracket; returns the first character after it, or the one at which
+        it becomes malformed.
+        """
+        char = yield from skip_whitespace((yield))
+        while self._may_call:
+            is_call, char = yield from self._call(char, content, needs_arguments=False)
+            if not is_call:
+                break
+            content = ""
+            char = yield from skip_whitespace(char)
+            if char == "]":
+                self._held.clear()
+                return (yield)
+            if char != ",":
+                break
+            char = yield from skip_whitespace((yield))
+        return char
+
 
 class _CallObject:
     """A call's object with its members in any order: calls `begin` with the name once, then `emit` with the arguments'

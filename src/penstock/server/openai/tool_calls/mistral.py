@@ -39,25 +39,7 @@ class MistralParser(TaggedParser, JsonCallParser):
 
     def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
         char = yield from skip_whitespace((yield))
-        read = self._array if char == "[" else self._named
-        return True, (yield from read(char, content))
-
-    def _array(self, char: str, content: str) -> Scan[str]:
-        """Reads the array; returns the first character after it, or the one at which it becomes malformed."""
-        char = yield from skip_whitespace((yield))
-        while self._may_call:
-            is_call, char = yield from self._call(char, content, needs_arguments=False)
-            if not is_call:
-                break
-            content = ""
-            char = yield from skip_whitespace(char)
-            if char == "]":
-                self._held.clear()
-                return (yield)
-            if char != ",":
-                break
-            char = yield from skip_whitespace((yield))
-        return char
+        return True, (yield from self._array(content) if char == "[" else self._named(char, content))
 
     def _named(self, char: str, content: str) -> Scan[str]:
         """Reads one call; returns the first character after it, or the one at which it becomes malformed."""

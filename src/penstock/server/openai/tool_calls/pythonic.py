@@ -1,6 +1,7 @@
-"""Calls as a list of Python calls that is the whole answer: Llama 3.2 and 4, ToolACE.
+"""Calls as a list of Python calls: the whole answer (Llama 3.2 and 4, ToolACE), or between tags (LFM2).
 
 [f(city='Paris', days=2), g()]
+<|tool_call_start|>[f(city='Paris', days=2), g()]<|tool_call_end|>
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.server.openai.tool_calls import typed_text
 from penstock.server.openai.tool_calls.parser import (
     Malformed,
     Scan,
+    TaggedParser,
     ToolCallParser,
     Tools,
     read_name,
@@ -24,52 +26,36 @@ from penstock.server.openai.tool_calls.parser import (
 from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, definitions_of, json_rule, lark_string
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+LFM2_START, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _MAX_DEPTH = 64
 
 
-class PythonicParser(ToolCallParser):
+class _PythonCallParser(ToolCallParser):
     """A call is emitted at its closing bracket: before that it may turn out not to be a call."""
 
-    def _answer(self) -> Scan[None]:
-        char = yield from skip_whitespace((yield))
-        if char == "<":
-            tag, char = yield from read_tag("<", PYTHON_START)
-            if tag:
-                char = yield from skip_whitespace((yield))
-        if char == "[":
-            yield from self._list()
-        while True:
-            self._release()
-            yield
-
-    def _list(self) -> Scan[None]:
-        """Reads the list to its end, or to the point where it is malformed."""
+    def _list(self, content: str) -> Scan[str]:
+        """Reads the list after its opening bracket; returns the first character after it, or the one at which it
+        becomes malformed.
+        """
         char = yield from skip_whitespace((yield))
         while self._may_call:
             try:
                 name, arguments = yield from self._call(char)
             except Malformed:
-                return
-            self._begin(name)
+                return self._held[-1]
+            self._begin(name, content)
             self._emit(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
             self._end()
+            content = ""
             char = yield from skip_whitespace((yield))
             if char == "]":
                 self._held.clear()
-                yield from self._closing_tag()
-                return
+                return (yield)
             if char != ",":
-                return
+                break
             char = yield from skip_whitespace((yield))
-
-    def _closing_tag(self) -> Scan[None]:
-        char = yield from skip_whitespace((yield))
-        if char == "<":
-            tag, _ = yield from read_tag("<", PYTHON_END)
-            if tag:
-                self._held.clear()
-                yield
+        return char
 
     def _call(self, char: str) -> Scan[tuple[str, dict[str, Any]]]:
         """Reads one call to its closing bracket. Raises `Malformed`."""
@@ -85,6 +71,39 @@ class PythonicParser(ToolCallParser):
             if char == ",":
                 char = yield from skip_whitespace((yield))
         return name, arguments
+
+
+class PythonicParser(_PythonCallParser):
+    def _answer(self) -> Scan[None]:
+        char = yield from skip_whitespace((yield))
+        if char == "<":
+            tag, char = yield from read_tag("<", PYTHON_START)
+            if tag:
+                char = yield from skip_whitespace((yield))
+        if char == "[":
+            char = yield from self._list("")
+            if self.num_calls and (yield from skip_whitespace(char)) == "<":
+                tag, _ = yield from read_tag("<", PYTHON_END)
+                if tag:
+                    self._held.clear()
+                    yield
+        while True:
+            self._release()
+            yield
+
+
+class Lfm2Parser(TaggedParser, _PythonCallParser):
+    BEGIN = LFM2_START
+    ENDS = (LFM2_END,)
+
+    def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
+        before = self.num_calls
+        char = yield from skip_whitespace((yield))
+        if char == "[":
+            char = yield from self._list(content)
+        if self.num_calls > before:
+            return True, char
+        return False, self._break_off()
 
 
 def _argument() -> Scan[tuple[str, str]]:
@@ -128,8 +147,11 @@ class PythonicFormat(ToolCallFormat):
     PARSER = PythonicParser
     TAGS = (PYTHON_START, PYTHON_END)
 
+    OPENING: ClassVar[str] = ""
+    CLOSING: ClassVar[str] = ""
+
     def forced_prefix(self, function: str | None) -> str:
-        return f"[{function}(" if function else "["
+        return f"{self.OPENING}[" + (f"{function}(" if function else "")
 
     def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
         return {name: self._call(name, schema, function) for name, schema in tools.items()}
@@ -153,7 +175,15 @@ class PythonicFormat(ToolCallFormat):
                 for place, key in enumerate(optional)
             ]
             arguments = f"({' | '.join(starts)})?"
-        return "\n".join([" ".join([*head, arguments, '")]"']), *lines])
+        return "\n".join([" ".join([*head, arguments, '")]"', self.literal(self.CLOSING)]), *lines])
+
+
+class Lfm2Format(PythonicFormat):
+    NAME = "lfm2"
+    PARSER = Lfm2Parser
+    TAGS = (LFM2_START, LFM2_END)
+    TRIGGERS = (LFM2_START,)
+    OPENING, CLOSING = LFM2_START, LFM2_END
 
 
 def _argument_rule(rule: str, key: str, schema: Any, definitions: Mapping[str, Any]) -> str:
