@@ -3,6 +3,7 @@
     python bench/shared_experts.py [--model bench/shapes/tiny-experts] [--batches 1 8] [--steps 200] [--rounds 5]
 
     alone        one engine of one rank: nothing is shared
+    two ranks    one engine of two tensor parallel ranks, which share experts too
     one idle     two engines of one rank each, requests in the first one only
     both         two engines of one rank each, as many requests in each of them
 
@@ -60,7 +61,7 @@ class Arrangement:
         return seconds
 
 
-def start(model: str, num_engines: int) -> JointEngines:
+def start(model: str, num_engines: int, num_ranks: int = 1) -> JointEngines:
     args = EngineArgs(
         model=model,
         load_format="dummy",
@@ -71,7 +72,8 @@ def start(model: str, num_engines: int) -> JointEngines:
         enable_prefix_caching=False,
         distributed_executor_backend="mp",
         data_parallel_size=num_engines,
-        enable_expert_parallel=num_engines > 1,
+        tensor_parallel_size=num_ranks,
+        enable_expert_parallel=num_engines * num_ranks > 1,
         num_threads=1,
     )
     return build_engines(resolve(args))
@@ -84,8 +86,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    one, two = start(args.model, 1), start(args.model, 2)
-    arrangements = [Arrangement("alone", one, [0]), Arrangement("one idle", two, [0]), Arrangement("both", two, [0, 1])]
+    started = one, ranks, two = start(args.model, 1), start(args.model, 1, 2), start(args.model, 2)
+    arrangements = [
+        Arrangement("alone", one, [0]),
+        Arrangement("two ranks", ranks, [0]),
+        Arrangement("one idle", two, [0]),
+        Arrangement("both", two, [0, 1]),
+    ]
     print("| engines | requests of each | ms per step | more than alone |\n|---|---|---|---|")
     for batch in args.batches:
         seconds: dict[str, list[float]] = {each.name: [] for each in arrangements}
@@ -95,7 +102,7 @@ def main() -> None:
         medians = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
         for name, value in medians.items():
             print(f"| {name} | {batch} | {value:.3f} | {value - medians['alone']:+.3f} |", flush=True)
-    for engines in (one, two):
+    for engines in started:
         engines.cores.shutdown()
 
 

@@ -225,7 +225,7 @@ def test_statistics_and_the_prefix_cache(engine: AsyncLLM, run: Run) -> None:
             assert engine.replicas[0].stats.num_running == 1
             assert engine.replicas[0].stats.kv_cache_usage > 0
             assert not await engine.reset_prefix_cache()
-            assert await engine.replicas[0].core.block_map(64)
+            assert await engine.replicas[0].block_map(64)
         await engine.wait_until_idle()
         while not await engine.reset_prefix_cache():
             await asyncio.sleep(0.01)

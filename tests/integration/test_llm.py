@@ -190,11 +190,11 @@ def test_steps_in_flight_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     llm = LLM(max_model_len=64, async_scheduling=True)
     execute_model, plans = llm._core._executor.execute_model, []
 
-    def fail_later(plan: Any) -> None:
+    def fail_later(plan: Any, engine: int) -> None:
         plans.append(plan)
         if len(plans) == 2:
             raise RuntimeError("the device is on fire")
-        execute_model(plan)
+        execute_model(plan, engine)
 
     monkeypatch.setattr(llm._core._executor, "execute_model", fail_later)
     with pytest.raises(EngineDeadError, match="on fire"):

@@ -60,6 +60,7 @@ QUICK = {
     "bench/transports.py": Trial(("--rounds", "1", "--megabytes", "4"), "sockets"),
 }
 SLOW = {
+    "bench/shared_experts.py": Trial(("--batches", "1", "--steps", "5", "--rounds", "1"), "| both | 1 |"),
     "bench/ranks.py": Trial(
         ("--model", "demo", "--sizes", "1x1", "2x1", "--batches", "1", "--rounds", "1"), "MiB of each"
     ),

@@ -89,6 +89,7 @@ class Joint:
     token_ids: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     logprobs: dict[str, list[dict[int, float]]] = field(default_factory=dict[str, list[dict[int, float]]])
     transfer_params: dict[str, Any] = field(default_factory=dict[str, Any])
+    pooled: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def cores(self) -> Sequence[engine_core.EngineCore]:
@@ -114,6 +115,8 @@ class Joint:
                 self.token_ids.setdefault(output.request_id, []).extend(output.new_token_ids)
                 found = [dict(zip(each.token_ids, each.logprobs, strict=True)) for each in output.logprobs or ()]
                 self.logprobs.setdefault(output.request_id, []).extend(found)
+                if output.pooled is not None:
+                    self.pooled[output.request_id] = output.pooled
                 if output.kv_transfer_params is not None:
                     self.transfer_params[output.request_id] = output.kv_transfer_params
 
@@ -165,6 +168,11 @@ def test_tokens_are_those_of_an_engine_by_itself(families: Families, name: str, 
         for steps_between, place in enumerate(PLACES.values()):
             assert engines.answers(place, steps_between) == families.expected(name)
         stats = [core.stats() for core in engines.cores]
+        balancer = engines.cores[0]._scheduler.experts
+    if cell == "balancing":
+        # All ranks have copied their experts and switched.
+        assert balancer._parallel is not None
+        assert set(balancer._placements.values()) != {balancer._parallel.initial_placement()}
     if cell == "preemption":
         assert all(each.num_preemptions > 0 for each in stats)
     if "enable_eplb" in arguments:
@@ -231,6 +239,20 @@ def test_grammars_in_one_engine(models_with_text: dict[str, dict[str, Any]], ove
             engines.finish()
             found.append((engines.token_ids, engines.logprobs))
     assert found[0] == found[1]
+
+
+def test_vectors_of_a_pooling_engine(families: Families) -> None:
+    found: list[dict[str, list[float]]] = []
+    for size in (1, 2):
+        options = {"runner": "pooling", "pooler_config": {"pooling_type": "LAST"}, "max_num_batched_tokens": 24}
+        with joint(families.path("deepseek-v3"), **options, data_parallel_size=size) as engines:
+            for number, (prompt, _) in enumerate(requests()):
+                # The second engine has the longest prompts.
+                engines.add(str(number), (number > 2) % size, prompt, SamplingParams(max_tokens=1))
+            engines.finish()
+            found.append({name: vector.tolist() for name, vector in engines.pooled.items()})
+    assert found[0] == found[1]
+    assert len(found[0]) == len(requests())
 
 
 def test_an_aborted_request_leaves_its_engine_running_along(families: Families) -> None:

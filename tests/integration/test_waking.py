@@ -67,7 +67,7 @@ def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
         async def counters() -> Mapping[str, float]:
             """Returns the counters from the report of an abort, which takes no step."""
             before = engine.replicas[0].stats
-            engine.replicas[0].core.abort_requests(("unknown",))
+            engine.replicas[0]._core.abort_requests(("unknown",))
             while engine.replicas[0].stats is before:
                 await asyncio.sleep(0.001)
             return {name.removeprefix(prefix): value for name, value in engine.replicas[0].stats.connector.items()}
@@ -268,7 +268,7 @@ def test_the_thread_does_not_keep_an_engine_alive(tmp_path: Path) -> None:
 def test_a_failed_step_is_reported_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     working = make_working(tmp_path)
 
-    def fail(plan: object) -> None:
+    def fail(plan: object, engine: int) -> None:
         raise RuntimeError("the device is on fire")
 
     monkeypatch.setattr(working._core._executor, "execute_model", fail)

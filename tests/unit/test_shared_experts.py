@@ -53,9 +53,11 @@ class Layer:
         self.expected = len(passes)
 
     def run_along(self) -> bool:
-        self.log += [self.name] * (self.expected > 0)
-        self.expected -= self.expected > 0
-        return self.log[-1:] == [self.name]
+        if not self.expected:
+            return False
+        self.expected -= 1
+        self.log.append(self.name)
+        return True
 
 
 def test_an_idle_engine_makes_the_passes_in_the_order_of_the_others() -> None:

@@ -107,7 +107,7 @@ class Replica:
         core.add_handler(self._on_message)
 
     async def reset_prefix_cache(self, reset_connector: bool) -> bool:
-        """See `EngineCore.reset_prefix_cache`. This and the next two raise OverloadedError during a restart, and
+        """See `EngineCore.reset_prefix_cache`. This and the next three raise OverloadedError during a restart, and
         EngineDeadError after the last death.
         """
         return await self._core.client.reset_prefix_cache(reset_connector, self._dp_rank)
@@ -117,7 +117,7 @@ class Replica:
         return await self._core.client.block_map(max_cells, self._dp_rank)
 
     async def expert_map(self) -> ExpertMap:
-        """See `EngineCore.expert_map`."""
+        """See `EngineCore.expert_map`; it is that of all engines that share experts."""
         return await self._core.client.expert_map()
 
     async def check_integrity(self) -> None:
