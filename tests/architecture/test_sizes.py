@@ -20,7 +20,7 @@ PARAMETER_WAIVERS = {
 # Folder -> its lines of code (`code_lines`). A budget shrinks with its folder; it grows only in a change that adds a
 # feature that users see, and says so.
 BUDGETS = {
-    "attention": 342,
+    "attention": 350,
     "cli": 1424,
     "config": 1595,
     "core": 1711,
@@ -28,7 +28,7 @@ BUDGETS = {
     "executor": 559,
     "frontend": 1505,
     "grammar": 348,
-    "kernels": 4123,
+    "kernels": 4219,
     "kv_transfer": 6476,
     "layers": 251,
     "loadgen": 453,
