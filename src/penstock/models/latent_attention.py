@@ -17,13 +17,11 @@ import torch
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.latent import LatentConfig
 from penstock.config.model import ModelConfig
-from penstock.kernels.dispatch import is_interpreted
 from penstock.layers.attention import PagedAttention
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.weights import Weights
 from penstock.parallel.topology import head_share
-from penstock.utils.errors import ConfigError
 
 # DeepSeek's norms of latents do not read `rms_norm_eps`.
 _EPS = 1e-6
@@ -37,10 +35,6 @@ class LatentAttention:
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         assert config.latent is not None, config.model_type
-        if weights.device.type != "cpu" or is_interpreted():
-            raise ConfigError(
-                f"{config.model_type} has latent attention, which is computed on a CPU only (--device cpu)"
-            )
         self._sizes = sizes = config.latent
         heads = [head_share(config.num_attention_heads, 1, share) for share in weights.share.all]
         own = heads[weights.share.index]
