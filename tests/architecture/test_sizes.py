@@ -20,7 +20,7 @@ PARAMETER_WAIVERS = {
 # Folder -> its lines of code (`code_lines`). A budget shrinks with its folder; it grows only in a change that adds a
 # feature that users see, and says so.
 BUDGETS = {
-    "attention": 342,
+    "attention": 350,
     "cli": 1426,
     "config": 1864,
     "core": 1733,
@@ -28,13 +28,13 @@ BUDGETS = {
     "executor": 583,
     "frontend": 1528,
     "grammar": 348,
-    "kernels": 4157,
+    "kernels": 4468,
     "kv_transfer": 6476,
-    "layers": 290,
+    "layers": 308,
     "loadgen": 453,
     "messages": 774,
     "metrics": 670,
-    "models": 1315,
+    "models": 1318,
     "parallel": 523,
     "penstock": 45,
     "router": 1888,

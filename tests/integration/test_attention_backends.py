@@ -14,6 +14,7 @@ from penstock import LLM, ConfigError, SamplingParams
 from penstock.attention import select
 from penstock.attention.native import NativeAttention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.parts import DeviceParts
 from penstock.worker import worker
@@ -211,10 +212,14 @@ def test_too_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"softcap": 50.0}, "attn_logit_softcapping 50.0"), ({"sinks": torch.zeros(4)}, "attention sinks")],
-    ids=["softcap", "sinks"],
+    [
+        ({"softcap": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"sinks": torch.zeros(4)}, "attention sinks"),
+        ({"spec": KVCacheSpec.latents(64, "float32")}, "latent attention"),
+    ],
+    ids=["softcap", "sinks", "latents"],
 )
-def test_soft_caps_and_sinks_are_refused(backend: str, change: dict[str, Any], named: str) -> None:
+def test_kinds_of_attention_that_only_triton_has_are_refused(backend: str, change: dict[str, Any], named: str) -> None:
     case, attention = Case.random([7], [1]), make(backend)
     case.run(attention)
     case.heads = replace(case.heads, **change)

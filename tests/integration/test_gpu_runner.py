@@ -439,7 +439,7 @@ def make_small_model(folder: Path) -> str:
     return str(folder)
 
 
-def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[list[int]]:
+def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[Any]:
     """Calls a function of this module in a process in which all kernels are those of a GPU."""
     call = f"{function}(*{args!r}, **{kwargs!r})"
     code = f"import json\nfrom {__name__} import {function}\nprint(json.dumps({call}))"
@@ -453,6 +453,53 @@ def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[list[in
 def test_every_kernel_in_the_interpreter(tmp_path: Path) -> None:
     folder = make_small_model(tmp_path)
     assert in_the_interpreter("launched", folder) == of_small_model(folder, (GREEDY, PENALISED))
+
+
+SPARSE = {**SMALL, "moe_intermediate_size": 40, "num_experts_per_tok": 3, "rope_parameters": {"rope_theta": 1e4}}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+FAMILIES = {
+    "qwen3_moe": {**SPARSE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 7,
+                  "norm_topk_prob": True},
+    "deepseek_v3": {**SPARSE, **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+                    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+}  # fmt: skip
+
+
+def make_family(family: str, folder: Path) -> str:
+    """Writes the configuration of a small model with experts and, if the family has it, latent attention."""
+    demo = json.loads((DEMO_MODEL / "config.json").read_text())
+    common = {name: demo[name] for name in ("vocab_size", "rms_norm_eps", "max_position_embeddings")}
+    config = {**common, "model_type": family, "tie_word_embeddings": False, **FAMILIES[family]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def of_family(folder: str, **engine_args: Any) -> list[tuple[list[int], list[float]]]:
+    """Returns the tokens of such a model with random weights, and their log probabilities."""
+    build.warm_up = lambda *args: None
+    limits = {"max_model_len": 64, "num_gpu_blocks_override": 30, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    llm = LLM(folder, tokenizer=str(DEMO_MODEL), load_format="dummy", dtype="float32", **limits, **engine_args)
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0, ignore_eos=True)
+    outputs = llm.generate(["Once upon a time there was a fox.", "What is 1?"], params, use_tqdm=False)
+    llm.shutdown()
+    found: list[tuple[list[int], list[float]]] = []
+    for completion in (output.outputs[0] for output in outputs):
+        assert completion.logprobs is not None
+        chosen = zip(completion.logprobs, completion.token_ids, strict=True)
+        found.append((completion.token_ids, [place[token].logprob for place, token in chosen]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("deterministic", [False, exhaustive(True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_and_latents_in_the_interpreter(family: str, deterministic: bool, tmp_path: Path) -> None:
+    folder = make_family(family, tmp_path)
+    expected = of_family(folder)
+    found = in_the_interpreter("of_family", folder, deterministic=deterministic, enforce_eager=True)
+    for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
 @pytest.mark.exhaustive

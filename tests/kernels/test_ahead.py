@@ -14,6 +14,7 @@ from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
 from tests.grids import exhaustive
+from tests.integration.test_gpu_runner import DEMO_MODEL, make_family
 from tests.kernels.ahead_cases import in_a_new_process
 
 OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
@@ -29,6 +30,15 @@ def test_an_engine_requests_only_variants_compiled_ahead(engine_args: dict[str, 
     assert not missing
     if not engine_args:
         assert walked == in_a_new_process("walked", "cpu", {}), "memory makes a difference"
+
+
+@pytest.mark.long
+def test_variants_of_experts_and_latents_are_compiled_ahead(tmp_path: Path) -> None:
+    engine_args = {"model": make_family("deepseek_v3", tmp_path), "tokenizer": str(DEMO_MODEL), "load_format": "dummy"}
+    walked = in_a_new_process("walked", "meta", engine_args)
+    names = ("_grouped_product", "_route", "_combine", "_prefill", "_decode ")
+    assert all(any(name in variant for variant in walked) for name in names), walked
+    assert not set(in_a_new_process("served", engine_args)) - set(walked)
 
 
 @pytest.mark.long

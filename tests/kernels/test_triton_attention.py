@@ -46,9 +46,10 @@ def batch(
     block_size: int = 16,
     window: int = 0,
     padding: tuple[int, int] = (0, 0),
+    latent_value_dim: int = 0,
 ) -> Batch:
     parts = [
-        Part(Sequence.random(before + count, heads, head_dim, dtype), before, before + count)
+        Part(Sequence.random(before + count, heads, head_dim, dtype, latent_value_dim), before, before + count)
         for count, before in lengths
     ]
     return Batch.of(parts, block_size, window, padding)
@@ -56,7 +57,7 @@ def batch(
 
 def check(case: Batch, plan: AttentionPlan) -> torch.Tensor:
     out = case.run(plan)
-    expected = paged_attention_reference(*case.operands, case.softmax)
+    expected = case.expected()
     tolerance = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     return out
@@ -175,6 +176,45 @@ class TestSoftCapsAndSinks:
         assert torch.equal(*outs)
 
 
+class TestLatents:
+    """One KV head, whose last dimensions are the values. Up to 16 heads are in a tile: 20 heads are two tiles."""
+
+    @pytest.mark.parametrize("heads", [1, 5, 16, 20, 17])
+    @pytest.mark.parametrize("count", [1, 3, 30], ids=["decode", "verification", "prefill"])
+    def test_heads(self, heads: int, count: int) -> None:
+        case = batch(((count, 70), (1, 0)), heads=(heads, 1), head_dim=40, latent_value_dim=32)
+        check(case, case.plan(case.planner()))
+
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(576, 512), (96, 80), (48, 16)])
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_sizes(self, head_dim: int, value_dim: int, dtype: torch.dtype, deterministic: bool) -> None:
+        options = {"heads": (4, 1), "head_dim": head_dim, "latent_value_dim": value_dim}
+        prefill = batch(((11, 60), (0, 0), (1, 40)), dtype, padding=(1, 3), **options)
+        check(prefill, prefill.plan(prefill.planner(deterministic=deterministic)))
+        decode = batch(((1, 150), (0, 0), (3, 40)), dtype, block_size=64, padding=(1, 3), **options)
+        for merges in (True, False):
+            planner = decode.planner(deterministic=deterministic, merges=merges, capabilities=Capabilities(tma=True))
+            check(decode, split_of(decode, decode.plan(planner), 64))
+
+    def test_soft_caps_and_sinks(self) -> None:
+        case = batch(FEW, torch.float32, (5, 1), 40, latent_value_dim=32).with_sinks(1.5)
+        check(case, split_of(case, case.plan(case.planner()), 64))
+
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(600, 520), (64, 40), (800, 512)])
+    def test_unsupported_sizes_are_refused(self, head_dim: int, value_dim: int) -> None:
+        shape = AttentionShape(4, 1, head_dim, 16, torch.bfloat16, value_dim)
+        with pytest.raises(ConfigError, match=f"kv_lora_rank is {value_dim} and qk_rope_head_dim is"):
+            AttentionPlanner(shape, AttentionLimits(1, 16), "cpu")
+
+    def test_the_workspace_holds_the_largest_step(self) -> None:
+        planner = AttentionPlanner(AttentionShape(40, 1, 40, 16, torch.float32, 32), AttentionLimits(3, 3000, 2), "cpu")
+        plan = planner.plan(3, 2, 3000)
+        assert isinstance(plan.tile, DecodeTile)
+        assert plan.workspace.parts.numel() == 3 * 2 * 40 * plan.tile.max_splits * 32
+        assert plan.workspace.counters.numel() == 3 * plan.tile.row_tiles * 4
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_batches(seed: int) -> None:
     rng = random.Random(seed)
@@ -291,10 +331,11 @@ class TestFused:
 class TestDeterministic:
     """A row has one result under every plan. The interpreter covers tiles, splits and their order, but no layouts."""
 
-    @pytest.fixture(params=[(64, 0), (80, 50)])
+    @pytest.fixture(params=[(64, 0, 0), (80, 50, 0), (72, 0, 64)])
     def sequence(self, request: pytest.FixtureRequest) -> tuple[Sequence, int]:
-        head_dim, window = request.param
-        return Sequence.random(290, (4, 2), head_dim, torch.float16), window
+        head_dim, window, latent_value_dim = request.param
+        heads = (2, 1) if latent_value_dim else (4, 2)
+        return Sequence.random(290, heads, head_dim, torch.float16, latent_value_dim), window
 
     def run(
         self, parts: list[Part], window: int, block_size: int = 16, seed: int = 0, has_sinks: bool = False
@@ -312,7 +353,8 @@ class TestDeterministic:
         whole = run([Part(own, 250, 290)])
         for first, last in ((250, 251), (254, 258), (255, 263), (289, 290), (257, 290)):
             assert torch.equal(run([Part(own, first, last)]), whole[first - 250 : last - 250])
-        other = Sequence.random(140, (4, 2), own.q.shape[2], torch.float16)
+        heads = (own.q.shape[1], own.k.shape[1])
+        other = Sequence.random(140, heads, own.q.shape[2], torch.float16, own.latent_value_dim)
         batched = run([Part(other, 136, 140), Part(own, 255, 260), Part(other, 3, 4)])
         assert torch.equal(batched[4:9], whole[5:10])
 

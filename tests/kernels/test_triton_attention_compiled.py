@@ -14,6 +14,7 @@ from penstock.kernels.triton.attention.plan import (
     AttentionShape,
     DecodeTile,
     PrefillTile,
+    heads_of_tile,
 )
 from penstock.kernels.triton.capabilities import Capabilities
 from tests.grids import exhaustive
@@ -32,9 +33,9 @@ WORKSPACE = {"parts_ptr": "*fp32:16", "stats_ptr": "*fp32:16", "counters_ptr": "
 
 
 def planner(
-    heads: tuple[int, int], block_size: int, head_dim: int = 128, deterministic: bool = False
+    heads: tuple[int, int], block_size: int, head_dim: int = 128, deterministic: bool = False, value_dim: int = 0
 ) -> AttentionPlanner:
-    shape = AttentionShape(*heads, head_dim, block_size, torch.bfloat16)
+    shape = AttentionShape(*heads, head_dim, block_size, torch.bfloat16, value_dim)
     return AttentionPlanner(
         shape, AttentionLimits(256, 8192, 8), "meta", deterministic, capabilities=Capabilities(tma=True)
     )
@@ -45,12 +46,17 @@ def operands(tile: PrefillTile | DecodeTile, head_dim: int, first: str) -> dict[
     return {first: "*bf16:16", "cache_ptr": "*bf16:16", "box": box, "out_ptr": "*bf16:16", **BATCH, **SIZES}
 
 
-def common(tile: PrefillTile | DecodeTile, heads: tuple[int, int], head_dim: int, block_size: int) -> dict[str, Any]:
+def common(
+    tile: PrefillTile | DecodeTile, heads: tuple[int, int], head_dim: int, block_size: int, value_dim: int = 0
+) -> dict[str, Any]:
+    group = heads_of_tile(heads[0] // heads[1], value_dim > 0)
     return {
-        "group": heads[0] // heads[1],
+        "group": group,
+        "num_groups": heads[0] // group,
         "num_kv_heads": heads[1],
         "head_dim": head_dim,
-        "dim_tile": triton.next_power_of_2(head_dim),
+        "value_dim": value_dim or head_dim,
+        "dim_tile": triton.next_power_of_2(value_dim or head_dim),
         "block_size": block_size,
         "window": 0,
         "softcap": 0.0,
@@ -74,10 +80,12 @@ def compiled(
     return cost
 
 
-def prefill(heads: tuple[int, int], block_size: int, head_dim: int = 128, deterministic: bool = False) -> KernelCost:
-    tile = planner(heads, block_size, head_dim, deterministic).plan(8, 2048, 8192).tile
+def prefill(
+    heads: tuple[int, int], block_size: int, head_dim: int = 128, deterministic: bool = False, value_dim: int = 0
+) -> KernelCost:
+    tile = planner(heads, block_size, head_dim, deterministic, value_dim).plan(8, 2048, 8192).tile
     signature = {**operands(tile, head_dim, "q_ptr"), "q_stride": "i32:16"}
-    return compiled("_prefill", tile, signature, common(tile, heads, head_dim, block_size))
+    return compiled("_prefill", tile, signature, common(tile, heads, head_dim, block_size, value_dim))
 
 
 def decode(
@@ -88,10 +96,11 @@ def decode(
     head_dim: int = 128,
     deterministic: bool = False,
     fused: bool = False,
+    value_dim: int = 0,
 ) -> KernelCost:
-    tile = planner(heads, block_size, head_dim, deterministic).plan(batch[0], query_len, batch[1]).tile
+    tile = planner(heads, block_size, head_dim, deterministic, value_dim).plan(batch[0], query_len, batch[1]).tile
     assert isinstance(tile, DecodeTile)
-    constexprs = common(tile, heads, head_dim, block_size) | {
+    constexprs = common(tile, heads, head_dim, block_size, value_dim) | {
         "row_tiles": tile.row_tiles, "merge_rows": tile.merge_rows, "merges": True
     }  # fmt: skip
     if not fused:
@@ -100,6 +109,7 @@ def decode(
     tables = {"cos_sin_ptr": "*fp32:16", "q_norm_ptr": "*bf16:16", "k_norm_ptr": "*bf16:16", "eps": "fp32"}
     signature = {**operands(tile, head_dim, "qkv_ptr"), **WORKSPACE, **tables}
     new_tile = triton.next_power_of_2(tile.max_query_len)
+    constexprs = {name: value for name, value in constexprs.items() if name not in ("num_groups", "value_dim")}
     constexprs |= {"rotary_dim": head_dim, "new_tile": new_tile, "has_norm": True, "pdl": True}
     return compiled("_decode_fused", tile, signature, constexprs)
 
@@ -152,3 +162,11 @@ def test_deterministic_tiles_use_one_instruction_in_prefill_and_decode(head_dim:
     ):
         assert INSTRUCTION in cost.ptx
         assert "wgmma" not in cost.ptx
+
+
+@pytest.mark.parametrize("deterministic", [False, exhaustive(True)])
+def test_latents(deterministic: bool) -> None:
+    """DeepSeek-V3's: 128 heads share one of 576 dimensions, of which 512 are the value."""
+    options = {"head_dim": 576, "deterministic": deterministic, "value_dim": 512}
+    assert INSTRUCTION in prefill((128, 1), 64, **options).ptx
+    assert INSTRUCTION in decode((128, 1), 64, MANY, **options).ptx

@@ -111,6 +111,22 @@ def test_rope_and_store_kv(dtype: torch.dtype, norms: str, sizes: tuple[int, int
     assert torch.equal(cache[block, :, :, offset], caches[0][block, :, :, offset])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_store_latents(dtype: torch.dtype) -> None:
+    """One plane, whose keys are rotated in their first dimensions."""
+    qk, angles = torch.randn(5, (3 + 1) * 72).to(dtype), torch.randn(50, 16)
+    positions, slots = torch.randint(0, 50, (5,)), torch.randperm(64)[:5]
+    slots[2] = -1
+    caches = [torch.full((4, 1, 1, 16, 72), 7.0, dtype=dtype) for _ in range(2)]
+    actual, expected = qk.clone(), qk.clone()
+    for run, out, cache in zip(
+        (rope_and_store_kv, rope_and_store_kv_reference), (actual, expected), caches, strict=True
+    ):
+        run(out, 3, 1, angles, positions, cache, slots)
+    close(actual, expected, roundings=4)
+    close(caches[0], caches[1], roundings=4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "constexprs", "num_warps"),
@@ -134,7 +150,13 @@ def test_nothing_spills(kernel: str, constexprs: dict[str, int], num_warps: int)
         },
     }
     if kernel == "rope_and_store_kv":
-        heads = {"num_heads": 32, "num_kv_heads": 8, "block_size": 16, "heads_tile": 2048 // constexprs["head_dim"]}
+        heads = {
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "planes": 2,
+            "block_size": 16,
+            "heads_tile": 2048 // constexprs["head_dim"],
+        }
         constexprs = constexprs | heads | {"has_q_norm": True, "has_k_norm": True}
     module = f"penstock.kernels.triton.{kernel}"
     cost = compile_for_gpu(module, f"_{kernel}", signatures[kernel], constexprs, num_warps=num_warps)

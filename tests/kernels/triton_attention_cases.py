@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.kernels.paged_attention import Softmax
+from penstock.kernels.paged_attention import Softmax, latent_attention, paged_attention_reference
 from penstock.kernels.triton.attention.launcher import paged_attention
 from penstock.kernels.triton.attention.plan import AttentionLimits, AttentionPlan, AttentionPlanner, AttentionShape
 
@@ -20,12 +20,19 @@ class Sequence:
 
     q: torch.Tensor  # [n, Hq, D]
     k: torch.Tensor  # [n, Hkv, D]
-    v: torch.Tensor  # [n, Hkv, D]
+    v: torch.Tensor  # [n, Hkv, D], or of latents the last V elements of k
 
     @classmethod
-    def random(cls, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Sequence:
+    def random(
+        cls, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, latent_value_dim: int = 0
+    ) -> Sequence:
         sizes = (heads[0], heads[1], heads[1])
-        return cls(*(torch.randn(length, size, head_dim).to(DEVICE, dtype) for size in sizes))
+        q, k, v = (torch.randn(length, size, head_dim).to(DEVICE, dtype) for size in sizes)
+        return cls(q, k, k[..., -latent_value_dim:] if latent_value_dim else v)
+
+    @property
+    def latent_value_dim(self) -> int:
+        return self.v.shape[2] if self.v.shape != self.k.shape else 0
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Batch:
     max_query_len: int
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    latent_value_dim: int = 0
 
     @classmethod
     def of(
@@ -63,13 +71,14 @@ class Batch:
         like = parts[0].sequence
         needed = [-(-part.last // block_size) for part in parts]
         blocks = (torch.randperm(sum(needed) + 3, generator=shuffle) + 1)[: sum(needed)].to(DEVICE).split(needed)
-        shape = (sum(needed) + 4, 2, like.k.shape[1], block_size, like.k.shape[2])
+        planes = 1 if like.latent_value_dim else 2
+        shape = (sum(needed) + 4, planes, like.k.shape[1], block_size, like.k.shape[2])
         cache = torch.full(shape, float("nan"), dtype=like.q.dtype, device=DEVICE)
         table = torch.full((len(parts) + padding[0], max(needed) + 2), 1 << 30, dtype=torch.int32, device=DEVICE)
         for row, part, own in zip(table, parts, blocks, strict=False):
             oldest = max(0, part.first - window + 1) if window else 0
             seen = torch.arange(oldest, part.last, device=DEVICE)
-            for index, values in enumerate((part.sequence.k, part.sequence.v)):
+            for index, values in enumerate((part.sequence.k, part.sequence.v)[:planes]):
                 cache[own[seen // block_size], index, :, seen % block_size] = values[seen]
             row[: oldest // block_size] = 0
             row[oldest // block_size : len(own)] = own[oldest // block_size :].int()
@@ -86,6 +95,7 @@ class Batch:
             torch.tensor([part.last for part in parts] + [0] * padding[0], dtype=torch.int32, device=DEVICE),
             window,
             max(lengths),
+            latent_value_dim=like.latent_value_dim,
         )
 
     @property
@@ -104,9 +114,20 @@ class Batch:
     def operands(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.kv_cache, self.block_table, self.query_start_loc, self.seq_lens
 
+    def expected(self) -> torch.Tensor:
+        """Returns the result of the wrapper's reference or, of latents on a CPU, its native kernel."""
+        if self.latent_value_dim:
+            return latent_attention(*self.operands, self.softmax, self.latent_value_dim)
+        return paged_attention_reference(*self.operands, self.softmax)
+
     def planner(self, max_decode_query_len: int = 8, **options: bool) -> AttentionPlanner:
         shape = AttentionShape(
-            self.q.shape[1], self.kv_cache.shape[2], self.q.shape[2], self.kv_cache.shape[3], self.q.dtype
+            self.q.shape[1],
+            self.kv_cache.shape[2],
+            self.q.shape[2],
+            self.kv_cache.shape[3],
+            self.q.dtype,
+            self.latent_value_dim,
         )
         return AttentionPlanner(shape, AttentionLimits(64, MAX_MODEL_LEN, max_decode_query_len), DEVICE, **options)
 
@@ -114,5 +135,5 @@ class Batch:
         return planner.plan(len(self.seq_lens), self.max_query_len, int(self.seq_lens.max()))
 
     def run(self, plan: AttentionPlan) -> torch.Tensor:
-        options = {"softcap": self.softcap, "sinks": self.sinks}
+        options = {"softcap": self.softcap, "sinks": self.sinks, "latent_value_dim": self.latent_value_dim}
         return paged_attention(*self.operands, self.scale, self.window, plan, **options)

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.experts import ExpertsConfig, read_experts
 from penstock.config.families import SILU
 from penstock.config.model import ModelConfig, load_model_config
@@ -338,8 +339,9 @@ def test_dense_layers_are_plain_and_dummy_weights_work(qwen3: Path) -> None:
         assert not torch.equal(made[0](x), made[2](x))
 
 
-def test_experts_on_a_gpu_are_refused(qwen3: Path) -> None:
+def test_experts_divided_among_gpus_are_refused(qwen3: Path) -> None:
     config = load_model_config(qwen3)
-    weights = Weights(DummySource(CPU), torch.float32, torch.device("meta")) / "model" / "layers" / 0
-    with pytest.raises(ConfigError, match="has experts, which are computed on a CPU only"):
-        Experts(config, weights)
+    parallel = ExpertParallelConfig(num_experts=9, num_redundant=0, num_ranks=1)
+    weights = Weights(DummySource(CPU), torch.float32, torch.device("meta"), expert_parallel=parallel)
+    with pytest.raises(ConfigError, match="enable_expert_parallel divides experts among ranks on a CPU only"):
+        Experts(config, weights / "model" / "layers" / 0)

@@ -311,7 +311,7 @@ def test_a_copy_from_a_rank_that_has_ended_fails(model: ModelConfig) -> None:
 
 
 def test_experts_without_the_native_library_do_not_move(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
-    monkeypatch.setattr("penstock.models.experts.is_interpreted", lambda: True)
+    monkeypatch.setattr("penstock.models.experts.has_gpu_kernels", lambda device: True)
     with pytest.raises(ConfigError, match="enable_eplb needs the native library"):
         experts_with(model, expert_parallel=parallel_of(1, 0))
 

@@ -44,7 +44,7 @@ class FlashAttention:
 
         Raises ConfigError for a layer that FlashAttention does not support.
         """
-        LIMITS.check_scores(heads)
+        LIMITS.check_kind(heads)
         layer = (heads.num_heads, heads.spec)
         if layer not in self._served:
             LIMITS.check(heads, kv_cache.shape[3])

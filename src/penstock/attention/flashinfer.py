@@ -68,7 +68,7 @@ class FlashInferAttention:
 
         Raises ConfigError for a layer that FlashInfer does not support.
         """
-        LIMITS.check_scores(heads)
+        LIMITS.check_kind(heads)
         layer = (heads.num_heads, heads.scale, heads.spec)
         if layer not in self._wrappers:
             LIMITS.check(heads, kv_cache.shape[3])

@@ -17,12 +17,16 @@ class LibraryLimits:
     max_group: int  # query heads per KV head
     dtypes: Collection[str] = ("bfloat16", "float16")
 
-    def check_scores(self, heads: AttentionHeads) -> None:
-        """Raises ConfigError for a layer whose scores have a soft cap or sinks, which Penstock does not pass on."""
-        if heads.softcap or heads.sinks is not None:
-            what = "attention sinks" if heads.sinks is not None else f"attn_logit_softcapping {heads.softcap}"
+    def check_kind(self, heads: AttentionHeads) -> None:
+        """Raises ConfigError for a layer with latents, a soft cap or sinks, which Penstock does not pass on."""
+        kinds = {
+            "latent attention": len(heads.spec.planes) == 1,
+            "attention sinks": heads.sinks is not None,
+            f"attn_logit_softcapping {heads.softcap}": heads.softcap > 0,
+        }
+        for kind in (kind for kind, is_asked in kinds.items() if is_asked):
             raise ConfigError(
-                f"attention_backend={self.backend} does not serve {what} here: choose attention_backend=triton"
+                f"attention_backend={self.backend} does not serve {kind} here: choose attention_backend=triton"
             )
 
     def check(self, heads: AttentionHeads, block_size: int) -> None:

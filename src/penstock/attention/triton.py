@@ -57,17 +57,21 @@ class TritonAttention:
         plan = self._plan(heads, kv_cache, metadata)
         batch = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         scores: Any = {"softcap": heads.softcap, "sinks": heads.sinks}
-        if isinstance(plan.tile, DecodeTile) and not plan.deterministic:
+        is_latent = len(heads.spec.planes) == 1
+        if isinstance(plan.tile, DecodeTile) and not (plan.deterministic or is_latent):
             norms = None if heads.q_norm is None or heads.k_norm is None else (heads.q_norm, heads.k_norm)
             arguments = (qkv, heads.num_heads, heads.rotary, norms, heads.eps, kv_cache, *batch)
             return decode_attention_fused(*arguments, heads.scale, heads.spec.sliding_window, plan, **scores)
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         queries = queries_of(qkv, heads)
+        if is_latent:
+            scores["latent_value_dim"] = heads.value_size
         return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan, **scores)
 
     def _plan(self, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata) -> AttentionPlan:
         _, _, num_kv_heads, block_size, head_size = kv_cache.shape
-        shape = AttentionShape(heads.num_heads, num_kv_heads, head_size, block_size, kv_cache.dtype)
+        latent_value_dim = heads.value_size if len(heads.spec.planes) == 1 else 0
+        shape = AttentionShape(heads.num_heads, num_kv_heads, head_size, block_size, kv_cache.dtype, latent_value_dim)
         planned = self._shapes.get(shape)
         if planned is None:
             planner = AttentionPlanner(

@@ -109,13 +109,13 @@ class Biases:
 
 
 def group_reference(ids: torch.Tensor, slots: torch.Tensor, num_slots: int) -> Groups:
+    """Does not wait for a device."""
     slot_of = slots[ids.view(-1)].long()
     is_here = slot_of >= 0
-    pairs = slot_of.where(is_here, num_slots).sort(stable=True).indices
+    sorted_slots, pairs = slot_of.where(is_here, num_slots).sort(stable=True)
     rows = torch.empty_like(pairs)
     rows[pairs] = torch.arange(len(pairs), device=ids.device)
-    counts = torch.bincount(slot_of[is_here], minlength=num_slots)
-    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    starts = torch.searchsorted(sorted_slots, torch.arange(num_slots + 1, device=ids.device))
     return Groups(pairs.int(), rows.where(is_here, -1).int().view_as(ids), starts.int())
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.config.experts import SIGMOID, SOFTMAX, TOP_K_SOFTMAX, TWO_BEST, ExpertsConfig
+from penstock.kernels.dispatch import triton_module, uses_triton
 from penstock.kernels.native import NativeLibrary, library, num_threads
 from penstock.kernels.sigmoid import sigmoid
 
@@ -63,7 +64,7 @@ class Router:
             config.top_groups,
             config.group_score == TWO_BEST,
             config.renormalizes,
-            _LEAST_SUM if config.scores == SIGMOID else 0.0,
+            least_sum(config),
             config.scaling,
         )
         self._address = ctypes.addressof(self._descriptor)
@@ -71,6 +72,8 @@ class Router:
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert logits.dtype == torch.float32 and logits.is_contiguous(), f"{logits.dtype} {logits.stride()}"
         assert logits.shape[1:] == (self._config.num_experts,), f"{logits.shape} for {self._config}"
+        if uses_triton(logits):
+            return triton_module("router").route(logits, self._config, self._correction, least_sum(self._config))
         if self._run is None:
             return route_reference(logits, self._config, self._correction)
         rows, count = logits.shape[0], self._config.top_k
@@ -91,8 +94,13 @@ def route_reference(
     if config.scores == TOP_K_SOFTMAX:
         weights = weights.softmax(-1)
     if config.renormalizes:
-        weights = weights / (_sum(weights) + (_LEAST_SUM if config.scores == SIGMOID else 0.0))
+        weights = weights / (_sum(weights) + least_sum(config))
     return ids, weights * config.scaling
+
+
+def least_sum(config: ExpertsConfig) -> float:
+    """Returns what is added to the sum of a token's weights before they are divided by it."""
+    return _LEAST_SUM if config.scores == SIGMOID else 0.0
 
 
 def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.dispatch import uses_triton
+from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.linear import PackedLinear
 from penstock.parallel.groups import TensorGroup
 from penstock.parallel.topology import Share
@@ -41,6 +42,23 @@ class Linear:
         """Returns [out_features, in_features]: the layer's own tensor if it is used unchanged; on the CPU, where it is
         packed, a copy.
         """
+        return self._apply.dense_weight()
+
+
+class HeadsLinear:
+    """`x[head] @ weight[head].T`, [heads, num_tokens, in_features] -> [heads, num_tokens, out_features].
+
+    On a CPU and on a GPU as for `Linear`.
+    """
+
+    def __init__(self, weight: torch.Tensor, deterministic: bool = False) -> None:
+        self._apply = _choose_heads(weight, deterministic)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._apply(x)
+
+    def dense_weight(self) -> torch.Tensor:
+        """Returns [heads, out_features, in_features], as `Linear.dense_weight` does."""
         return self._apply.dense_weight()
 
 
@@ -129,6 +147,25 @@ class _DenseLinear:
 
     def dense_weight(self) -> torch.Tensor:
         return self._weight
+
+
+class _DenseHeads:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self._weight.transpose(1, 2))
+
+    def dense_weight(self) -> torch.Tensor:
+        return self._weight
+
+
+def _choose_heads(weight: torch.Tensor, deterministic: bool) -> _Product:
+    if deterministic and uses_triton(weight):
+        from penstock.kernels.triton.experts import HeadsProduct
+
+        return HeadsProduct(weight)
+    return PackedHeads(weight) if weight.is_cpu else _DenseHeads(weight)
 
 
 def _choose(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool, is_wide: bool) -> _Product:

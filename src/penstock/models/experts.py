@@ -20,7 +20,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ import torch
 from penstock.config.expert_parallel import SPARE
 from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
-from penstock.kernels.dispatch import is_interpreted
-from penstock.kernels.experts import Biases, ExpertsShape, GroupedExperts, ReferenceExperts, make_experts
+from penstock.kernels.dispatch import has_gpu_kernels
+from penstock.kernels.experts import Biases, ExpertsShape, GroupedExperts, make_experts
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
@@ -72,15 +71,19 @@ class Experts:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         """`weights` has the layer's prefix. Raises ConfigError if it lacks a router or an expert."""
-        if weights.device.type != "cpu":
-            raise ConfigError(f"a {config.model_type} has experts, which are computed on a CPU only (--device cpu)")
+        if weights.device.type != "cpu" and weights.expert_parallel is not None:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among ranks on a CPU only (--device cpu): leave it out"
+            )
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
         names = _find_names(config, weights)
         weights = weights / names.part
         self.name = weights.prefix.removesuffix(".")
         self.config = experts
-        self.router_logits = _read_router(experts, hidden, weights, names.router)
+        # The CPU's kernels multiply in the model's dtype and do not round the sums.
+        self._router_dtype = torch.float32 if has_gpu_kernels(weights.device) else weights.dtype
+        self.router_logits = _read_router(experts, hidden, replace(weights, dtype=self._router_dtype), names.router)
         self.route = Router(experts, _read_correction(experts, weights))
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
@@ -88,7 +91,8 @@ class Experts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shared = None if self.shared is None else self.shared(x)  # [T, H]
-        ids, weights = self.route(self.router_logits(x).float())  # [T, H] -> [T, num_experts] -> [T, top_k]
+        logits = self.router_logits(x.to(self._router_dtype)).float()  # [T, H] -> [T, num_experts]
+        ids, weights = self.route(logits)  # -> [T, top_k]
         combined = self.routed(x, ids, weights)
         return combined if shared is None else combined + shared
 
@@ -101,7 +105,7 @@ class SlicedExperts:
         assert experts is not None
         self.experts = _load_experts(config, weights, names, range(experts.num_experts))
         # An expert's slot: all experts are here, in order.
-        self.slots = torch.arange(experts.num_experts, dtype=torch.int32)
+        self.slots = torch.arange(experts.num_experts, dtype=torch.int32, device=weights.device)
         self._gather_inner = Gather(weights.group, share.sizes(experts.intermediate_size))
         self._gather_outputs = Gather(weights.group, share.sizes(config.hidden_size))
 
@@ -147,7 +151,7 @@ class PlacedExperts:
             allocate = self._allocate_shared
         self.experts = _load_experts(config, weights.whole(), names, self.placement[self._own], allocate)
         if parallel.balancing is not None and not self.experts.arrays():
-            raise ConfigError("enable_eplb needs the native library, and this process uses torch: leave it out")
+            raise ConfigError("enable_eplb needs the native library, and this process does not use it: leave it out")
 
     def place(self, placement: Sequence[int]) -> None:
         """`placement` is the expert of every buffer, or SPARE."""
@@ -314,8 +318,11 @@ def _load_experts(
 def _make_grouped(
     shape: ExpertsShape, weights: Weights, has_biases: bool, allocate: Callable[[int], torch.Tensor]
 ) -> GroupedExperts:
-    if is_interpreted():
-        return ReferenceExperts(shape, partial(Linear, deterministic=weights.deterministic))
+    if has_gpu_kernels(weights.device):
+        # Imported here: a CPU needs no Triton.
+        from penstock.kernels.triton.experts import TritonExperts
+
+        return TritonExperts(shape, has_biases, device=weights.device)
     return make_experts(shape, has_biases, allocate=allocate)
 
 

@@ -36,7 +36,6 @@ class LatentAttention:
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         assert config.latent is not None, config.model_type
-        weights.check_on_cpu("latent attention")
         self._sizes = sizes = config.latent
         heads = [head_share(config.num_attention_heads, 1, share) for share in weights.share.all]
         own = heads[weights.share.index]

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.model import read_json
 from penstock.kernels.dispatch import has_gpu_kernels
-from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
     Gather,
     GatheredLinear,
     GatheringLinear,
+    HeadsLinear,
     JoiningLinear,
     Linear,
     SummingLinear,
@@ -96,7 +96,7 @@ def staged(
 
 
 class StoredWeight(Protocol):
-    """A layer's weight in memory: of a `Linear`, of `PackedHeads`, or of one expert."""
+    """A layer's weight in memory: of a `Linear`, of a `HeadsLinear`, or of one expert."""
 
     def dense_weight(self) -> torch.Tensor: ...
 
@@ -301,9 +301,9 @@ class Weights:
         self.check(self.prefix + name, linear, weight)
         return linear
 
-    def heads_linear_of(self, name: str, weight: torch.Tensor) -> PackedHeads:
+    def heads_linear_of(self, name: str, weight: torch.Tensor) -> HeadsLinear:
         """Returns a layer per head of an existing weight, [heads, out_features, in_features]."""
-        linear = PackedHeads(weight)
+        linear = HeadsLinear(weight, self.deterministic)
         self.check(self.prefix + name, linear, weight)
         return linear
 

@@ -1,8 +1,8 @@
 """Rotary position embedding of a step's queries and keys, and the store of keys and values into the paged cache.
 
 The computation is described in `penstock.kernels.rope_and_store_kv`: norm of each head (optional), rotation of its
-first `rotary_dim` dimensions in half-split pairs, q back in place, k and v to their slots of [num_blocks, 2, Hkv,
-block_size, D].
+first `rotary_dim` dimensions in half-split pairs, q back in place, k and v to their slots of [num_blocks, planes, Hkv,
+block_size, D]; with one plane there is no v.
 
 A program takes one token and a few heads, q, k and v alike. A head is held as three tiles, the first and the second
 half of the rotated part and the rest, so that each element is written by the thread that has read it, and D need not be
@@ -20,12 +20,12 @@ _WARPS = 4
 
 
 def rope_and_store_kv(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]: the q part is rotated in place, the k and v parts are only read
+    qkv: torch.Tensor,  # [T, (Hq + planes * Hkv) * D]: the q part is rotated in place, the k and v parts are only read
     num_heads: int,
     num_kv_heads: int,
     cos_sin: torch.Tensor,  # [max_pos, rotary_dim] float32: rotary_dim / 2 cosines, then as many sines
     positions: torch.Tensor,  # [T] int64
-    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
+    kv_cache: torch.Tensor,  # [num_blocks, planes, Hkv, block_size, D]
     slot_mapping: torch.Tensor,  # [T] int64, -1 stores nothing
     q_norm: torch.Tensor | None = None,  # [D]
     k_norm: torch.Tensor | None = None,  # [D]
@@ -36,14 +36,15 @@ def rope_and_store_kv(
     The wrapper in `penstock.kernels` has checked the arguments.
     """
     block_size, head_dim = kv_cache.shape[3:]
-    all_heads = num_heads + 2 * num_kv_heads
+    planes = kv_cache.shape[1]
+    all_heads = num_heads + planes * num_kv_heads
     tokens = qkv.shape[0]
     half = cos_sin.shape[1] // 2
     rest = head_dim - 2 * half
     heads_tile = max(_ELEMENTS // triton.next_power_of_2(head_dim), 1)
     _rope_and_store_kv[(tokens, triton.cdiv(all_heads, heads_tile))](
         qkv, cos_sin, positions, kv_cache, slot_mapping, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, eps, num_heads, num_kv_heads, head_dim, block_size, half,
+        qkv if k_norm is None else k_norm, eps, num_heads, num_kv_heads, planes, head_dim, block_size, half,
         triton.next_power_of_2(half), triton.next_power_of_2(rest) if rest else 0, q_norm is not None,
         k_norm is not None, heads_tile,
         num_warps=_WARPS,
@@ -62,6 +63,7 @@ def _rope_and_store_kv(
     eps,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
+    planes: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     half: tl.constexpr,
@@ -78,11 +80,11 @@ def _rope_and_store_kv(
     is_q = head < num_heads
     is_rotated = head < num_heads + num_kv_heads
     is_normed = (is_q & has_q_norm) | (is_rotated & ~is_q & has_k_norm)
-    is_head = head < num_heads + 2 * num_kv_heads
+    is_head = head < num_heads + planes * num_kv_heads
 
     place = tl.arange(0, half_tile)[None, :]
     in_half = is_head & (place < half)
-    source = qkv_ptr + (token * (num_heads + 2 * num_kv_heads) + head) * head_dim
+    source = qkv_ptr + (token * (num_heads + planes * num_kv_heads) + head) * head_dim
     first = tl.load(source + place, mask=in_half, other=0.0)
     second = tl.load(source + half + place, mask=in_half, other=0.0)
     cos = tl.load(cos_sin_ptr + position * (2 * half) + place, mask=place < half, other=0.0)
@@ -109,7 +111,7 @@ def _rope_and_store_kv(
 
     is_v = head >= num_heads + num_kv_heads
     kv_head = head - num_heads - tl.where(is_v, num_kv_heads, 0)
-    plane = (slot // block_size) * 2 + is_v.to(tl.int64)
+    plane = (slot // block_size) * planes + is_v.to(tl.int64)
     target = cache_ptr + ((plane * num_kv_heads + kv_head) * block_size + slot % block_size) * head_dim
     is_stored = is_head & ~is_q & (slot >= 0)
     # q is rotated in place: all threads must have read before any thread writes.

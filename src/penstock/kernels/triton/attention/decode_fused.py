@@ -190,8 +190,8 @@ def _decode_fused(
     position = oldest + (tile * tile_rows + tl.arange(0, tile_rows) % merge_rows) // group
     tl.debug_barrier()
     acc, best, mass = attend_split(
-        q, position, count, seq_len, index, keys_ptr, box, kv_head, row_table_ptr, ids, oldest, scale,
-        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, split, use_tma, precision,
+        q, q, position, count, seq_len, index, keys_ptr, box, kv_head, row_table_ptr, ids, oldest, scale,
+        num_kv_heads, head_dim, head_dim, block_size, window, softcap, tile_keys, split, use_tma, precision,
     )  # fmt: skip
     counter_ptr = counters_ptr + tl.program_id(0) * num_kv_heads + kv_head
     finish_split(

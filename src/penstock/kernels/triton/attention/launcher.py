@@ -14,7 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.kernels.paged_attention import check_sinks
 from penstock.kernels.triton.attention.decode import launch_decode
 from penstock.kernels.triton.attention.decode_fused import launch_decode_fused
-from penstock.kernels.triton.attention.plan import AttentionPlan, DecodeTile, Operands, PrefillTile
+from penstock.kernels.triton.attention.plan import (
+    AttentionPlan,
+    DecodeTile,
+    Operands,
+    PrefillTile,
+    heads_of_tile,
+)
 from penstock.kernels.triton.attention.prefill import launch_prefill
 
 _LOG2_E = math.log2(math.e)
@@ -32,17 +38,22 @@ def paged_attention(
     out: torch.Tensor | None = None,  # [T, Hq * D]
     softcap: float = 0.0,  # as in `Softmax` of the wrapper
     sinks: torch.Tensor | None = None,  # [Hq] float32
+    latent_value_dim: int = 0,  # V of latents, with one plane of keys that end in their values: out is [T, Hq * V]
 ) -> torch.Tensor:
     """Returns [T, Hq * D], in `out` if given; rows after query_start_loc[R] are zeros."""
     num_tokens, num_heads, head_dim = q.shape
+    planes, num_kv_heads = kv_cache.shape[1:3]
     assert q.stride(2) == 1 and q.stride(1) == head_dim, f"q has strides {q.stride()}"
-    assert q.dtype == kv_cache.dtype and num_heads % kv_cache.shape[2] == 0, f"{num_heads} heads of {q.dtype}"
+    assert q.dtype == kv_cache.dtype and num_heads % num_kv_heads == 0, f"{num_heads} heads of {q.dtype}"
+    assert planes == (1 if latent_value_dim else 2), f"{tuple(kv_cache.shape)} with values of {latent_value_dim}"
     _check(kv_cache, head_dim, block_table, query_start_loc, seq_lens)
     check_sinks(sinks, num_heads)
-    out = _out_like(q, num_tokens, num_heads * head_dim, out)
+    value_dim = latent_value_dim or head_dim
+    out = _out_like(q, num_tokens, num_heads * value_dim, out)
     tile = plan.tile
+    heads = (value_dim, heads_of_tile(num_heads // num_kv_heads, latent_value_dim > 0))
     batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window, softcap, sinks)
-    operands = Operands(kv_cache, _box(kv_cache, tile), *batch, out)
+    operands = Operands(kv_cache, *heads, _box(kv_cache, tile), *batch, out)
     if isinstance(tile, PrefillTile):
         launch_prefill(q, operands, tile)
     else:
@@ -85,7 +96,8 @@ def decode_attention_fused(
     check_sinks(sinks, num_heads)
     out = _out_like(qkv, qkv.shape[0], num_heads * head_dim, out)
     batch = (block_table, query_start_loc, seq_lens, scale * _LOG2_E, sliding_window, softcap, sinks)
-    operands = Operands(kv_cache, _box(kv_cache, tile), *batch, out)
+    heads = (head_dim, num_heads // num_kv_heads)
+    operands = Operands(kv_cache, *heads, _box(kv_cache, tile), *batch, out)
     launch_decode_fused(qkv, cos_sin, norms, eps, operands, tile, plan.workspace)
     return out
 

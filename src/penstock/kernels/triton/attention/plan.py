@@ -8,7 +8,7 @@ between batch sizes, and between prefill and decode. A deterministic planner has
 split for all plans: a row's bits are the same in prefill, chunks, decode and verification
 (`penstock.kernels.triton.attention.tiles` explains why).
 
-Workspace: 4 * (head_dim + 2) bytes for every split of every row that decode can have, `workspace_bytes` in all.
+Workspace: 4 * (value_dim + 2) bytes for every split of every row that decode can have, `workspace_bytes` in all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.utils.errors import ConfigError
 
 MAX_DECODE_QUERY_LEN = 8
 _MAX_HEAD_DIM, _MAX_GROUP, _MIN_BLOCK_SIZE = 256, 16, 16
+_MAX_LATENT_DIM = 512
 _MIN_TMA_BLOCK_SIZE = 64  # below this, boxes are too small to be faster than copies of 16 bytes
 # More splits than this cost more to merge than they gain: a deterministic split grows with max_model_len.
 _MAX_DETERMINISTIC_SPLITS = 64
@@ -35,10 +36,25 @@ class AttentionShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    latent_value_dim: int = 0  # of latents, whose values are the last elements of keys; 0: values have their own plane
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_value_dim or self.head_dim
 
     @property
     def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
+        """Query heads of one tile."""
+        return heads_of_tile(self.num_heads // self.num_kv_heads, self.latent_value_dim > 0)
+
+
+def heads_of_tile(sharing: int, is_latent: bool) -> int:
+    """Returns how many of the `sharing` query heads of a KV head are in one tile: all, or of latents, which far more
+    heads share, the largest number that divides them.
+    """
+    if not is_latent:
+        return sharing
+    return next(count for count in range(min(sharing, _MAX_GROUP), 0, -1) if sharing % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +94,18 @@ class DecodeTile:
 class Workspace:
     """The workspace of one stream: overlapping launches would share it."""
 
-    parts: torch.Tensor  # [rows * max_splits * head_dim] float32
+    parts: torch.Tensor  # [rows * max_splits * value_dim] float32
     stats: torch.Tensor  # [rows * max_splits * 2] float32: running maximum and sum
-    counters: torch.Tensor  # [max_num_reqs * row_tiles * num_kv_heads] int32, zero between launches
+    counters: torch.Tensor  # [max_num_reqs * row_tiles * num_heads / group] int32, zero between launches
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
     """What every attention kernel reads and writes besides its queries."""
 
-    kv_cache: torch.Tensor  # [num_blocks, 2, Hkv, block_size, D]
+    kv_cache: torch.Tensor  # [num_blocks, 2, Hkv, block_size, D], or of latents with one plane
+    value_dim: int  # V: D, or less of latents
+    group: int  # query heads of a tile
     box: object  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
     block_table: torch.Tensor  # [R, max_blocks] int32
     query_start_loc: torch.Tensor  # [R + 1] int32
@@ -96,7 +114,7 @@ class Operands:
     sliding_window: int
     softcap: float
     sinks: torch.Tensor | None  # [Hq] float32
-    out: torch.Tensor  # [T, Hq * D], written
+    out: torch.Tensor  # [T, Hq * V], written
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +169,12 @@ _FLOAT32 = _Tuning(  # without tensor cores, for tests
     deterministic=_Choice(_ANY, _ANY, split=128, keys=16, warps=4, stages=2),
     max_decode_rows=16,
 )
+_LATENT = _Tuning(  # 16 bits, latents; not measured
+    prefill=PrefillTile(rows=32, keys=32, warps=8, stages=2),
+    decode=(_Choice(_ANY, _ANY, split=256, keys=32, warps=4, stages=2),),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=8, stages=2),
+    max_decode_rows=16,
+)
 _DETERMINISTIC_ROWS = 16
 
 
@@ -169,14 +193,15 @@ class AttentionPlanner:
         _check(shape, limits)
         self._shape, self._limits, self._deterministic = shape, limits, deterministic
         self._merges, self._capabilities = merges, capabilities
-        narrow = _NARROW if shape.head_dim <= 128 else _WIDE
-        self._tuning = _FLOAT32 if shape.dtype == torch.float32 else narrow
+        self._tuning = _tuning(shape)
         _, row_tiles = self._rows(limits.max_decode_query_len)
         parts = max(self._num_parts(choice) for choice in self._choices())
         self._workspace = Workspace(
-            torch.empty(parts * shape.head_dim, dtype=torch.float32, device=device),
+            torch.empty(parts * shape.value_dim, dtype=torch.float32, device=device),
             torch.empty(parts * 2, dtype=torch.float32, device=device),
-            torch.zeros(limits.max_num_reqs * row_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(
+                limits.max_num_reqs * row_tiles * (shape.num_heads // shape.group), dtype=torch.int32, device=device
+            ),
         )
 
     @property
@@ -238,10 +263,9 @@ class AttentionPlanner:
 
     def _has_boxes(self, keys: int) -> bool:
         """Whether a tile of this many keys lies in one block, as a box that TMA can load."""
-        head_dim = self._shape.head_dim
-        return (
-            self._capabilities.tma and self._shape.block_size >= keys and head_dim == triton.next_power_of_2(head_dim)
-        )
+        shape = self._shape
+        is_box = shape.head_dim == triton.next_power_of_2(shape.head_dim) and not shape.latent_value_dim
+        return self._capabilities.tma and shape.block_size >= keys and is_box
 
     def _num_parts(self, choice: _Choice) -> int:
         """Returns the maximum number of row states in the workspace: one for every row and split."""
@@ -249,6 +273,14 @@ class AttentionPlanner:
         requests = min(choice.max_num_reqs, limits.max_num_reqs)
         splits = triton.cdiv(min(choice.max_seq_len, limits.max_model_len), choice.split)
         return requests * limits.max_decode_query_len * self._shape.num_heads * splits
+
+
+def _tuning(shape: AttentionShape) -> _Tuning:
+    if shape.dtype == torch.float32:
+        return _FLOAT32
+    if shape.latent_value_dim:
+        return _LATENT
+    return _NARROW if shape.head_dim <= 128 else _WIDE
 
 
 def _min_warps(rows: int) -> int:
@@ -261,7 +293,14 @@ def _min_warps(rows: int) -> int:
 def _check(shape: AttentionShape, limits: AttentionLimits) -> None:
     if shape.block_size < _MIN_BLOCK_SIZE or shape.block_size & (shape.block_size - 1):
         raise ConfigError(f"block_size is {shape.block_size}; on a GPU it is a power of two, {_MIN_BLOCK_SIZE} or more")
-    if shape.head_dim % 16 or not 0 < shape.head_dim <= _MAX_HEAD_DIM:
+    if shape.latent_value_dim:
+        rotated = shape.head_dim - shape.latent_value_dim
+        if shape.latent_value_dim % 16 or shape.latent_value_dim > _MAX_LATENT_DIM or not 0 < rotated <= _MAX_HEAD_DIM:
+            raise ConfigError(
+                f"kv_lora_rank is {shape.latent_value_dim} and qk_rope_head_dim is {rotated}; on a GPU the first is a "
+                f"multiple of 16 up to {_MAX_LATENT_DIM}, the second at most {_MAX_HEAD_DIM}"
+            )
+    elif shape.head_dim % 16 or not 0 < shape.head_dim <= _MAX_HEAD_DIM:
         raise ConfigError(f"head_dim is {shape.head_dim}; on a GPU it is a multiple of 16 up to {_MAX_HEAD_DIM}")
     if shape.num_heads % shape.num_kv_heads or shape.group > _MAX_GROUP:
         raise ConfigError(

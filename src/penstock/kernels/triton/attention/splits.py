@@ -83,6 +83,7 @@ def prefetch_split(
 @triton.jit
 def attend_split(
     q,  # [tile_rows, dim_tile]
+    q_rest,  # [tile_rows, rest_tile]
     position,  # [tile_rows] int32
     count,  # queries of the request
     seq_len,
@@ -96,6 +97,7 @@ def attend_split(
     scale,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
@@ -109,48 +111,48 @@ def attend_split(
     low = index * split
     if use_tma:
         acc, best, mass = walk_phases(
-            acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, seq_len - count, seq_len,
-            whole, low, low + split, scale, num_kv_heads, head_dim, block_size, window, softcap, tile_keys, use_tma,
-            precision,
+            acc, best, mass, q, q_rest, position, keys_ptr, box, kv_head, table_ptr, seq_len - count, seq_len,
+            whole, low, low + split, scale,
+            num_kv_heads, head_dim, value_dim, block_size, window, softcap, tile_keys, use_tma, precision,
         )  # fmt: skip
     else:
         # One masked loop: the loads dominate, and a single loop keeps them in flight to its end.
         low, high, first = _bounds(count, seq_len, index, window, tile_keys, split)
         acc, best, mass = walk(
-            acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, ids, low, high, first, scale,
-            num_kv_heads, head_dim, block_size, window, softcap, tile_keys, True, False, precision,
+            acc, best, mass, q, q_rest, position, keys_ptr, box, kv_head, table_ptr, ids, low, high, first, scale,
+            num_kv_heads, head_dim, value_dim, block_size, window, softcap, tile_keys, True, False, precision,
         )  # fmt: skip
     return acc, best, mass
 
 
 @triton.jit
-def rows_of_tile(count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constexpr, group: tl.constexpr):
+def rows_of_tile(count, tile, head_group, rows: tl.constexpr, tile_rows: tl.constexpr, group: tl.constexpr):
     """(query, head, whether there is such a query) of the first `rows` rows of a tile."""
     row = tile * tile_rows + tl.arange(0, rows)
     query = row // group
-    return query, kv_head * group + row % group, query < count
+    return query, head_group * group + row % group, query < count
 
 
 @triton.jit
-def write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, head_dim: tl.constexpr):
+def write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, value_dim: tl.constexpr):
     """`place` [rows] int64 is a row's token and head, `head` [rows] the head alone."""
     mass = with_sinks(mass, best, sinks_ptr, head, is_row)
     column = tl.arange(0, acc.shape[1])
-    target = out_ptr + (place * head_dim)[:, None] + column[None, :]
+    target = out_ptr + (place * value_dim)[:, None] + column[None, :]
     # A row of the tile that is not a query may have seen nothing.
     values = (acc / tl.where(is_row, mass, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(target, values, mask=is_row[:, None] & (column < head_dim)[None, :])
+    tl.store(target, values, mask=is_row[:, None] & (column < value_dim)[None, :])
 
 
 @triton.jit
 def leave_part(
-    parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, head_dim: tl.constexpr
+    parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, value_dim: tl.constexpr
 ):  # fmt: skip
-    """Writes the state of one split to the workspace: parts [T * Hq, max_splits, D], stats [T * Hq, max_splits, 2]."""
+    """Writes the state of one split to the workspace: parts [T * Hq, max_splits, V], stats [T * Hq, max_splits, 2]."""
     column = tl.arange(0, acc.shape[1])
     slot = place * max_splits + index
-    target = parts_ptr + (slot * head_dim)[:, None] + column[None, :]
-    tl.store(target, acc, mask=is_row[:, None] & (column < head_dim)[None, :])
+    target = parts_ptr + (slot * value_dim)[:, None] + column[None, :]
+    tl.store(target, acc, mask=is_row[:, None] & (column < value_dim)[None, :])
     tl.store(stats_ptr + slot * 2, best, mask=is_row)
     tl.store(stats_ptr + slot * 2 + 1, mass, mask=is_row)
 
@@ -158,19 +160,19 @@ def leave_part(
 @triton.jit
 def merge_parts(
     parts_ptr, stats_ptr, out_ptr, sinks_ptr, place, head, is_row, first, last, max_splits,
-    head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    value_dim: tl.constexpr, dim_tile: tl.constexpr,
 ):  # fmt: skip
     """Merges the states of splits `first` to `last` in this order, and writes the rows."""
     column = tl.arange(0, dim_tile)
-    is_inside = is_row[:, None] & (column < head_dim)[None, :]
+    is_inside = is_row[:, None] & (column < value_dim)[None, :]
     acc, best, mass = fresh_state(place.shape[0], dim_tile)
     for index in tl.range(first, last + 1, loop_unroll_factor=4 if place.shape[0] <= 4 else 1):
         slot = place * max_splits + index
-        part_acc = tl.load(parts_ptr + (slot * head_dim)[:, None] + column[None, :], mask=is_inside, other=0.0)
+        part_acc = tl.load(parts_ptr + (slot * value_dim)[:, None] + column[None, :], mask=is_inside, other=0.0)
         part_best = tl.load(stats_ptr + slot * 2, mask=is_row, other=0.0)
         part_mass = tl.load(stats_ptr + slot * 2 + 1, mask=is_row, other=1.0)
         acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
-    write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, head_dim)
+    write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, value_dim)
 
 
 @triton.jit
@@ -186,43 +188,45 @@ def finish_split(
     start,
     count,
     tile,
-    kv_head,
+    head_group,
     index,
     first,
     last,
     max_splits,
     group: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
+    num_groups: tl.constexpr,
+    value_dim: tl.constexpr,
     merge_rows: tl.constexpr,  # maximum number of rows of the tile that exist
     merges: tl.constexpr,
 ):
     """Writes the rows, or stores their state and merges the splits if this is the last one to finish."""
-    num_heads: tl.constexpr = group * num_kv_heads
-    query, head, is_row = rows_of_tile(count, tile, kv_head, acc.shape[0], acc.shape[0], group)
+    num_heads: tl.constexpr = group * num_groups
+    query, head, is_row = rows_of_tile(count, tile, head_group, acc.shape[0], acc.shape[0], group)
     place = (start + query).to(tl.int64) * num_heads + head
     if first == last:
-        write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, head_dim)
+        write_rows(out_ptr, place, head, is_row, acc, best, mass, sinks_ptr, value_dim)
     else:
-        leave_part(parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, head_dim)
+        leave_part(parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, value_dim)
         if merges:
             tl.debug_barrier()
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == last - first:
                 tl.store(counter_ptr, 0)
-                query_here, head_here, is_here = rows_of_tile(count, tile, kv_head, merge_rows, acc.shape[0], group)
+                query_here, head_here, is_here = rows_of_tile(
+                    count, tile, head_group, merge_rows, acc.shape[0], group
+                )  # fmt: skip
                 place_here = (start + query_here).to(tl.int64) * num_heads + head_here
                 merge_parts(
                     parts_ptr, stats_ptr, out_ptr, sinks_ptr, place_here, head_here, is_here, first, last, max_splits,
-                    head_dim, acc.shape[1],
+                    value_dim, acc.shape[1],
                 )  # fmt: skip
 
 
 @triton.jit
-def zero_padding(out_ptr, end, request, kv_head, num_reqs, num_tokens, row_dim: tl.constexpr):
-    """Zeros a KV head's part, `row_dim` wide, of every num_reqs-th row from `end`, where the last request's end."""
+def zero_padding(out_ptr, end, request, head_group, num_reqs, num_tokens, row_dim: tl.constexpr):
+    """Zeros a group of heads, `row_dim` wide, of every num_reqs-th row from `end`, where the last request's end."""
     column = tl.arange(0, triton.next_power_of_2(row_dim))
     values = tl.zeros([triton.next_power_of_2(row_dim)], out_ptr.dtype.element_ty)
     for token in tl.range((end + request).to(tl.int64), num_tokens, num_reqs):
-        target = out_ptr + (token * tl.num_programs(1) + kv_head) * row_dim
+        target = out_ptr + (token * tl.num_programs(1) + head_group) * row_dim
         tl.store(target + column, values, mask=column < row_dim)

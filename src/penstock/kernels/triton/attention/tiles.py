@@ -25,6 +25,10 @@ one number of warps and one `split` in prefill and decode, and so one result for
 tests/kernels/test_triton_attention_gpu.py checks this on a GPU.
 
 Masked keys and values are not loaded but replaced by zeros: values that no row sees may be NaN.
+
+Latents are keys whose last `value_dim` elements are their values. A tile of them is loaded once, as two tiles whose
+widths are powers of two: the elements before the value, with which the part `q_rest` of a query is multiplied first,
+and the value. Without latents value_dim is head_dim, and `q_rest` is not read.
 """
 
 from __future__ import annotations
@@ -45,6 +49,30 @@ def fresh_state(rows: tl.constexpr, dim_tile: tl.constexpr):
     best = tl.full([rows], float("-inf"), tl.float32)
     mass = tl.zeros([rows], tl.float32)
     return acc, best, mass
+
+
+@triton.jit
+def load_query(
+    source,  # [rows] pointers to the queries of one head
+    is_row,
+    head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    dim_tile: tl.constexpr,  # value_dim, rounded up to a power of two
+):
+    """Returns the last value_dim elements of queries [rows, dim_tile], and those before, [rows, rest_tile]; the first
+    tile in place of the second if there are none.
+    """
+    column = tl.arange(0, dim_tile)
+    is_inside = is_row[:, None] & (column < value_dim)[None, :]
+    q = tl.load(source[:, None] + (head_dim - value_dim + column)[None, :], mask=is_inside, other=0.0)
+    if value_dim < head_dim:
+        rest: tl.constexpr = head_dim - value_dim
+        rest_column = tl.arange(0, max(triton.next_power_of_2(rest), 16))
+        in_rest = is_row[:, None] & (rest_column < rest)[None, :]
+        q_rest = tl.load(source[:, None] + rest_column[None, :], mask=in_rest, other=0.0)
+    else:
+        q_rest = q
+    return q, q_rest
 
 
 @triton.jit
@@ -72,7 +100,9 @@ def with_sinks(mass, best, sinks_ptr, head, is_row):
 @triton.jit
 def _attend_tile(
     q,  # [rows, dim_tile]
+    q_rest,  # [rows, rest_tile]
     k,  # [tile_keys, dim_tile]
+    k_rest,  # [tile_keys, rest_tile]
     v,  # [tile_keys, dim_tile]
     acc,
     best,
@@ -80,10 +110,15 @@ def _attend_tile(
     scale,  # of q . k, times log2(e)
     is_seen,  # [rows, tile_keys], read where is_masked
     softcap: tl.constexpr,
+    has_rest: tl.constexpr,
     is_masked: tl.constexpr,
     precision: tl.constexpr,
 ):
-    scores = tl.dot(q, tl.trans(k), input_precision=precision)
+    if has_rest:
+        scores = tl.dot(q_rest, tl.trans(k_rest), input_precision=precision)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=precision)
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision=precision)
     if softcap > 0:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)), whose absolute error is that of a rounding of 1.
         scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 / softcap))))
@@ -135,11 +170,28 @@ def id_of_key(ids, place, tile_keys: tl.constexpr, block_size: tl.constexpr):
 
 
 @triton.jit
+def _load_latents(
+    source, is_there, rest: tl.constexpr, value_dim: tl.constexpr, rest_tile: tl.constexpr, dim_tile: tl.constexpr
+):
+    """`source` [tile_keys] pointers -> the elements before the values [tile_keys, rest_tile], and the values
+    [tile_keys, dim_tile]; zeros where `is_there` is false.
+    """
+    column = tl.arange(0, rest_tile)
+    before = tl.load(
+        source[:, None] + column[None, :], mask=is_there[:, None] & (column < rest)[None, :], other=0.0
+    )  # fmt: skip
+    column = rest + tl.arange(0, dim_tile)
+    in_value = is_there[:, None] & (column < rest + value_dim)[None, :]
+    return before, tl.load(source[:, None] + column[None, :], mask=in_value, other=0.0)
+
+
+@triton.jit
 def walk(
     acc,
     best,
     mass,
     q,  # [rows, dim_tile]
+    q_rest,  # [rows, rest_tile]
     position,  # [rows] int32: the position of each query
     keys_ptr,  # the first key of this KV head in block 0
     box,  # descriptor of the cache's rows, read where use_tma
@@ -152,6 +204,7 @@ def walk(
     scale,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
@@ -161,15 +214,22 @@ def walk(
     precision: tl.constexpr,
 ):
     """Returns the state after the tiles of [low, high)."""
-    plane: tl.constexpr = num_kv_heads * block_size * head_dim  # elements from a key to its value
+    plane: tl.constexpr = num_kv_heads * block_size * head_dim  # elements from a key to its value, in another plane
+    rest: tl.constexpr = head_dim - value_dim
     place = tl.arange(0, tile_keys)
     column = tl.arange(0, acc.shape[1])
-    in_head = column < head_dim
+    in_head = column < value_dim
     # The ids of the next tile are loaded while this one is computed, so that keys never wait for the table.
     for start in tl.range(low, high, tile_keys):
         next_ids = block_ids(table_ptr, start + tile_keys, high, tile_keys, block_size)
         keys = start + place
-        if use_tma:
+        if rest > 0:
+            own = id_of_key(ids, place, tile_keys, block_size)
+            source = keys_ptr + own.to(tl.int64) * plane + (keys % block_size) * head_dim
+            is_there = (keys >= first) & (keys < high)
+            k_rest, k = _load_latents(source, is_there, rest, value_dim, q_rest.shape[1], acc.shape[1])
+            v = k
+        elif use_tma:
             row = (ids[0] * (2 * num_kv_heads) + kv_head) * block_size + start % block_size
             k = box.load([row, 0])
             v = box.load([row + num_kv_heads * block_size, 0])
@@ -190,7 +250,10 @@ def walk(
         is_seen = keys[None, :] <= position[:, None]
         if window > 0:
             is_seen &= keys[None, :] > position[:, None] - window
-        acc, best, mass = _attend_tile(q, k, v, acc, best, mass, scale, is_seen, softcap, is_masked, precision)
+        acc, best, mass = _attend_tile(
+            q, q_rest, k, k_rest if rest > 0 else k, v, acc, best, mass, scale, is_seen, softcap, rest > 0, is_masked,
+            precision,
+        )  # fmt: skip
         ids = next_ids
     return acc, best, mass
 
@@ -201,6 +264,7 @@ def walk_phases(
     best,
     mass,
     q,
+    q_rest,
     position,
     keys_ptr,
     box,
@@ -214,6 +278,7 @@ def walk_phases(
     scale,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
     block_size: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
@@ -230,20 +295,20 @@ def walk_phases(
         inner = tl.cdiv(tl.maximum(end - window, 0), tile_keys) * tile_keys
         inner = tl.minimum(tl.maximum(inner, low), tl.minimum(end, high))
         acc, best, mass = walk(
-            acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
+            acc, best, mass, q, q_rest, position, keys_ptr, box, kv_head, table_ptr,
             block_ids(table_ptr, low, inner, tile_keys, block_size), low, inner, first, scale,
-            num_kv_heads, head_dim, block_size, window, softcap, tile_keys, True, False, precision,
+            num_kv_heads, head_dim, value_dim, block_size, window, softcap, tile_keys, True, False, precision,
         )  # fmt: skip
     end = tl.minimum(end, high)
     outer = tl.minimum(tl.maximum(whole // tile_keys * tile_keys, inner), high)
     acc, best, mass = walk(
-        acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
+        acc, best, mass, q, q_rest, position, keys_ptr, box, kv_head, table_ptr,
         block_ids(table_ptr, inner, outer, tile_keys, block_size), inner, outer, first, scale,
-        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, False, use_tma, precision,
+        num_kv_heads, head_dim, value_dim, block_size, window, softcap, tile_keys, False, use_tma, precision,
     )  # fmt: skip
     acc, best, mass = walk(
-        acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
+        acc, best, mass, q, q_rest, position, keys_ptr, box, kv_head, table_ptr,
         block_ids(table_ptr, outer, end, tile_keys, block_size), outer, end, first, scale,
-        num_kv_heads, head_dim, block_size, window, softcap, tile_keys, True, False, precision,
+        num_kv_heads, head_dim, value_dim, block_size, window, softcap, tile_keys, True, False, precision,
     )  # fmt: skip
     return acc, best, mass

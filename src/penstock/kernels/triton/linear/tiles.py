@@ -81,6 +81,8 @@ _GEMM_64 = {
 
 # Used by every product of `matmul`, of any size. *
 MATMUL = Tile(128, 64, 64, 4, stages=4)
+# Used by the products of experts, of any number of rows. *
+GROUPED = Tile(64, 32, 64, 4, stages=3)
 
 
 def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Tile:
@@ -103,6 +105,11 @@ def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Ti
 def fixed(k: int, itemsize: int) -> Tile:
     """Returns the tile of `matmul` for a weight of K = `k`; it must not depend on anything else."""
     return _fit(MATMUL, k, itemsize)
+
+
+def grouped(k: int, itemsize: int) -> Tile:
+    """Returns the tile of the products of experts for weights of K = `k`; it must not depend on anything else."""
+    return _fit(GROUPED, k, itemsize)
 
 
 def _fit(tile: Tile, k: int, itemsize: int) -> Tile:
