@@ -1,7 +1,7 @@
 """llama.cpp (through llama-cpp-python's C interface) on the workload.
 
-Writes a GGUF file with random bfloat16 weights in the shape of the given config.json (Qwen3, Qwen3-MoE, DeepSeek-V2 or
-GLM-4.7-Flash) into that folder, once.
+Writes a GGUF file with random bfloat16 weights in the shape of the given config.json (Qwen3, Qwen3-MoE, DeepSeek-V2,
+GLM-4.7-Flash, Gemma 3 or Phi-4-mini) into that folder, once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "deepseek_v2": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
 }
 SOFTMAX, SIGMOID = 1, 2
 
@@ -34,6 +36,9 @@ class Checkpoint:
     def __init__(self, folder: Path, file: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
         self.is_latent = "kv_lora_rank" in self.config
+        self.is_fused = self.config["model_type"] == "phi3"
+        self.has_outer_norms = self.config["model_type"] == "gemma3_text"
+        self.head: int = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
         self.hidden: int = self.config["hidden_size"]
         self._writer = gguf.GGUFWriter(str(file), ARCHITECTURES[self.config["model_type"]])
         self._rng = np.random.default_rng(0)
@@ -48,6 +53,9 @@ class Checkpoint:
             self._prefix = f"blk.{layer}."
             self._norm("attn_norm.weight", self.hidden)
             self._latent_attention() if self.is_latent else self._attention()
+            if self.has_outer_norms:
+                self._norm("post_attention_norm.weight", self.hidden)
+                self._norm("post_ffw_norm.weight", self.hidden)
             self._norm("ffn_norm.weight", self.hidden)
             has_experts = self.num_experts and layer >= self.config.get("first_k_dense_replace", 0)
             self._experts() if has_experts else self._dense("", self.config["intermediate_size"])
@@ -89,8 +97,11 @@ class Checkpoint:
             writer.add_rope_dimension_count(rope)
         else:
             writer.add_head_count_kv(config["num_key_value_heads"])
-            writer.add_key_length(config["head_dim"])
-            writer.add_value_length(config["head_dim"])
+            writer.add_key_length(self.head)
+            writer.add_value_length(self.head)
+            writer.add_rope_dimension_count(int(self.head * config.get("partial_rotary_factor", 1.0)))
+            if config.get("sliding_window"):
+                writer.add_sliding_window(config["sliding_window"])
         if self.num_experts:
             writer.add_expert_count(self.num_experts)
             writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -115,12 +126,15 @@ class Checkpoint:
         self._writer.add_tensor(self._prefix + name, np.ones(size, dtype=np.float32))
 
     def _attention(self) -> None:
-        config, head = self.config, self.config["head_dim"]
-        for name, count in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
-            self._matrix(f"attn_{name}.weight", config[count] * head, self.hidden)
-        self._norm("attn_q_norm.weight", head)
-        self._norm("attn_k_norm.weight", head)
-        self._matrix("attn_output.weight", self.hidden, config["num_attention_heads"] * head)
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        if self.is_fused:
+            self._matrix("attn_qkv.weight", (heads + 2 * kv_heads) * self.head, self.hidden)
+        else:
+            for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                self._matrix(f"attn_{name}.weight", count * self.head, self.hidden)
+            self._norm("attn_q_norm.weight", self.head)
+            self._norm("attn_k_norm.weight", self.head)
+        self._matrix("attn_output.weight", self.hidden, heads * self.head)
 
     def _latent_attention(self) -> None:
         config = self.config
@@ -139,8 +153,11 @@ class Checkpoint:
         self._matrix("attn_output.weight", self.hidden, heads * value)
 
     def _dense(self, kind: str, inner: int) -> None:
-        self._matrix(f"ffn_gate{kind}.weight", inner, self.hidden)
-        self._matrix(f"ffn_up{kind}.weight", inner, self.hidden)
+        if self.is_fused:
+            self._matrix("ffn_up.weight", 2 * inner, self.hidden)
+        else:
+            self._matrix(f"ffn_gate{kind}.weight", inner, self.hidden)
+            self._matrix(f"ffn_up{kind}.weight", inner, self.hidden)
         self._matrix(f"ffn_down{kind}.weight", self.hidden, inner)
 
     def _experts(self) -> None:
