@@ -262,8 +262,8 @@ def test_a_step_contains_whole_prompts(checkpoint: Path, monkeypatch: pytest.Mon
     steps: list[dict[str, int]] = []
     schedule = Scheduler.schedule
 
-    def watched(self: Scheduler) -> Any:
-        plan = schedule(self)
+    def watched(self: Scheduler, *args: Any) -> Any:
+        plan = schedule(self, *args)
         if plan is not None and not plan.is_warm_up:
             steps.append(dict(plan.num_scheduled_tokens))
         return plan

@@ -400,7 +400,7 @@ def quantize(folder: Path) -> None:
 
 
 def change_activation(folder: Path) -> None:
-    edit_json(folder / "config.json", hidden_act="gelu")
+    edit_json(folder / "config.json", hidden_act="relu2")
 
 
 def break_layer_types(folder: Path) -> None:
@@ -425,7 +425,7 @@ def break_generation(folder: Path) -> None:
 
 BROKEN = [
     (quantize, "quantized"),
-    (change_activation, "hidden_act 'gelu'"),
+    (change_activation, "hidden_act must be one of .*, got 'relu2'"),
     (break_layer_types, "layer_types names 1 layers of 6"),
     (break_rope_factor, "cannot use its parameters"),
     (remove_layers, "num_hidden_layers must be a positive integer"),

@@ -176,13 +176,13 @@ def test_preemption(
     preempted: list[str] = []
     schedule = Scheduler.schedule
 
-    def rewinding(self: Scheduler) -> Any:
+    def rewinding(self: Scheduler, *args: Any) -> Any:
         if len(self._running) and not self._is_warm_up and self._step % 3 == 0 and len(preempted) < 20:
             victim = self._running.last()
             self._rewind(victim)
             self._rewound_request_ids.add(victim.request_id)
             preempted.append(victim.request_id)
-        return schedule(self)
+        return schedule(self, *args)
 
     monkeypatch.setattr(Scheduler, "schedule", rewinding)
     assert vectors(weights, async_scheduling=overlap, max_num_batched_tokens=48, **ranks(*size))[0] == plain

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.gelu import gelu
+from penstock.kernels.gelu import gelu, gelu_and_mul
 from penstock.kernels.layer_norm import layer_norm
 from penstock.kernels.paged_attention import Softmax, bidirectional_attention
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
@@ -93,6 +93,10 @@ def test_a_row_of_gelu_does_not_depend_on_the_other_rows(isa: str, dtype: torch.
     whole = gelu(x.clone())
     for part in (slice(0, 1), slice(7, 8), slice(3, 60), slice(89, 90)):
         assert torch.equal(gelu(x[part].clone()), whole[part])
+    for is_tanh in (False, True):
+        gated = gelu_and_mul(x, is_tanh)
+        for part in (slice(0, 1), slice(7, 8), slice(3, 60), slice(89, 90)):
+            assert torch.equal(gelu_and_mul(x[part].clone(), is_tanh), gated[part])
 
 
 # ---- Attention ----

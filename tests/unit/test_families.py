@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config.families import NO_MULTIPLIERS
+from penstock.config.families import NO_MULTIPLIERS, text_part
 from penstock.config.model import ModelConfig, parse_model_config
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
@@ -121,6 +121,41 @@ def test_a_head_is_tied_if_either_part_says_so(outer: dict[str, bool], inner: di
     assert parse_model_config(Path("model"), raw, "auto").tie_word_embeddings == is_tied
 
 
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_multimodal_checkpoint_s_own_head_is_used(has_head: bool) -> None:
+    """Transformers 5 writes that the head is tied, the default of the outer class, beside a text part that says no."""
+    raw = {"model_type": "mistral3", "tie_word_embeddings": True, "text_config": {**SHAPE, "model_type": "mistral"}}
+    config = parse_model_config(Path("model"), raw, "auto")
+
+    class Source(DummySource):
+        def has(self, name: str) -> bool:
+            return name != "lm_head.weight" or has_head
+
+    source = Source(torch.device("cpu"))
+    model = build_model(config, Weights(source, torch.bfloat16, torch.device("cpu")))
+    wanted = source.read("lm_head.weight" if has_head else "model.embed_tokens.weight", (301, 96))
+    hidden = torch.eye(96, dtype=torch.bfloat16)
+    assert torch.equal(model.compute_logits(hidden), wanted.T.float().to(torch.bfloat16).to(model.logits_dtype))
+
+
+def test_fields_outside_the_text_part() -> None:
+    text = {**SHAPE, "model_type": "gemma3_text", "dtype": "float32"}
+    raw = {"model_type": "gemma3", "torch_dtype": "float16", "eos_token_id": [1, 106], "text_config": text}
+    assert parse_model_config(Path("model"), raw, "auto").dtype == "float16"
+    assert text_part(raw)["eos_token_id"] == [1, 106]
+    assert text_part({**raw, "text_config": {**text, "eos_token_id": 7}})["eos_token_id"] == 7
+
+
+def test_a_window_that_hides_nothing() -> None:
+    assert parse("phi3", sliding_window=512).layer_windows == (0,) * 8
+    assert parse("phi3", sliding_window=511).layer_windows == (511,) * 8
+
+
+def test_an_encoder_s_epsilon() -> None:
+    assert parse("modernbert", layer_norm_eps=1e-12, norm_eps=1e-6).rms_norm_eps == 1e-6
+    assert parse("cohere2", layer_norm_eps=1e-4).rms_norm_eps == 1e-4
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields", "named"),
     [
@@ -135,6 +170,14 @@ def test_a_head_is_tied_if_either_part_says_so(outer: dict[str, bool], inner: di
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping of a gemma3_text must be None"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm of a cohere2 must be False, got True"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv of a olmo2 must be None, got 8.0"),
+        ("gemma2", {"final_logit_softcapping": -30}, "final_logit_softcapping must be a positive number or null"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers of 8"),
+        ("modernbert", {"hidden_size": 100, "num_attention_heads": 10}, "give a head size of 10"),
+        # Divisions by zero.
+        ("granite", {"logits_scaling": 0}, "config.json cannot be used"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "config.json cannot be used"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "config.json cannot be used"),
+        ("paligemma", {"text_config": SHAPE}, "'paligemma' has a text_config; those whose text part is served are"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(model_type: str, fields: dict[str, Any], named: str) -> None:

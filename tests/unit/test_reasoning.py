@@ -72,11 +72,20 @@ HARMONY_CASES: list[tuple[str, str, str]] = [
     # No channels: content as it is.
     ('{"a": 1}', "", '{"a": 1}'),
     ("\n too late", "", "\n too late"),
-    ("<|channel|>" + "x" * 600, "", "x" * 600),
+    ("<|channel|>final" + "x" * 600, "", "final" + "x" * 600),
+    ("<|channel|>x", "", "<|channel|>x"),
+    ("to= x is an equation", "", "to= x is an equation"),
+    (
+        "<|channel|>final<|message|>The <|start|> or <|channel|>",
+        "",
+        "The <|start|> or <|channel|>",
+    ),
+    ("<|channel|>final<|message|>a<|end|>t", "", "at"),
     # Cut off by the length limit.
     ("", "", ""),
     ("<|chan", "", "<|chan"),
-    ("<|channel|>ana", "", ""),
+    ("<|channel|>ana", "", "<|channel|>ana"),
+    ("<|channel|>analysis", "", ""),
     (f"{ANALYSIS}Two <|en", "Two <|en", ""),
     (f"{ANALYSIS}a<|end|><|start|>assis", "a", ""),
 ]
@@ -142,6 +151,7 @@ def test_constraints_of_gpt_oss_apply_to_the_last_message() -> None:
         ("{{ messages }}", "none"),
         ("{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}", "qwen3"),
         ("{{'<｜Assistant｜><think>\n'}}{{ content.split('</think>')[-1] }}", "deepseek_r1"),
+        ("{% if thinking %}{{'<think>'}}{% else %}{{'</think>'}}{% endif %}{{'<｜Assistant｜>'}}", "qwen3"),
         ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}", "openai_gptoss"),
         (
             "Write your thoughts after 'Here is my thought process:' and the rest after 'Here is my response:'",

@@ -294,6 +294,7 @@ def test_calls_written_by_the_template_are_parsed() -> None:
         (r"<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
         ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>", "glm47"),
         ("{{- '<|tool_call_start|>[' }}", "lfm2"),
+        ("{{- 'List of tools: <|tool_list_start|>[' }}", "lfm2"),
         ("{{ '<|start_of_role|>assistant<|end_of_role|><|tool_call|>' + tools }}", "granite"),
         ("{{ '<|' + message['role'] + '|>' + '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>{{ call_id }}", "kimi_k2"),

@@ -40,6 +40,7 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
     """Reads the contents of a `config.json`; None if it describes a decoder. Raises ConfigError for variants."""
     model_type = raw.get("model_type")
     if model_type == "modernbert":
+        _check_heads(read_count(raw, "hidden_size"), read_count(raw, "num_attention_heads"))
         return EncoderConfig(
             num_positions=read_count(raw, "max_position_embeddings"),
             first_position=0,
@@ -58,12 +59,7 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
         raise ConfigError(f"position_embedding_type must be absolute, got {raw['position_embedding_type']!r}")
     if raw.get("is_decoder") or raw.get("add_cross_attention"):
         raise ConfigError(f"a {model_type} with is_decoder or add_cross_attention is not supported")
-    hidden, heads = read_count(raw, "hidden_size", 768), read_count(raw, "num_attention_heads", 12)
-    if hidden % (_HEAD_STEP * heads):
-        raise ConfigError(
-            f"hidden_size={hidden} and num_attention_heads={heads} give a head size of {hidden / heads:g}; it must be "
-            f"a multiple of {_HEAD_STEP}"
-        )
+    _check_heads(read_count(raw, "hidden_size", 768), read_count(raw, "num_attention_heads", 12))
     padding = raw.get("pad_token_id")
     first = (_DEFAULT_PADDING if padding is None else int(padding)) + 1 if model_type in _COUNTED_FROM_PADDING else 0
     return EncoderConfig(
@@ -73,3 +69,11 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
         layer_norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
         has_tanh_gelu=_IS_TANH_OF_ACTIVATION[activation],
     )
+
+
+def _check_heads(hidden: int, heads: int) -> None:
+    if hidden % (_HEAD_STEP * heads):
+        raise ConfigError(
+            f"hidden_size={hidden} and num_attention_heads={heads} give a head size of {hidden / heads:g}; it must be "
+            f"a multiple of {_HEAD_STEP}"
+        )

@@ -50,7 +50,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
-    "glm4": {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
+    "glm4": {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
     "gpt_oss": {
         "attention_bias": True,
         "head_dim": 64,
@@ -83,6 +83,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
     "phi3": {"rms_norm_eps": 1e-5},
+    "qwen2_vl_text": {"rope_theta": 1e6},
+    "qwen2_5_vl_text": {"rope_theta": 1e6},
+    "qwen3_vl_text": {"rope_theta": 5e5},
     "smollm3": {
         "rope_theta": 2e6,
         "use_sliding_window": False,
@@ -95,6 +98,8 @@ _WITH_PATTERN = tuple(name for name, fields in _DEFAULTS.items() if "sliding_win
 _QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 _WITHOUT_DEFAULT_WINDOW = ("qwen2", "qwen3", "qwen3_moe", *_QWEN_VL)
 _WITH_FULL_LAYERS_FIRST = ("qwen2", "qwen3", *_QWEN_VL)
+# Multimodal models whose text part attends to earlier tokens alone, as if it stood by itself.
+_WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # Multimodal models whose published files have the fields of the text part outside, without a `text_config`.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Fields that change the result in a way that Penstock does not compute, and the values that do not.
@@ -128,8 +133,16 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contents of a `config.json`, or for a multimodal model those of its text part."""
     if not isinstance(raw.get("text_config"), dict):
         return {**raw, "model_type": f"{raw['model_type']}_text"} if raw.get("model_type") in _FLAT else dict(raw)
+    if raw.get("model_type") not in _WRAPPERS:
+        raise ConfigError(
+            f"model_type {raw.get('model_type')!r} has a text_config; those whose text part is served are "
+            f"{', '.join(_WRAPPERS)}"
+        )
     inner: dict[str, Any] = raw["text_config"]
-    outer = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
+    dtypes = ("dtype", "torch_dtype")
+    if any(raw.get(name) is not None for name in dtypes):
+        inner = {name: value for name, value in inner.items() if name not in dtypes}
+    outer = {name: raw[name] for name in (*dtypes, "eos_token_id") if raw.get(name) is not None}
     kept = {name: raw[name] for name in ("architectures", "quantization_config") if raw.get(name) is not None}
     # Versions of transformers differ in where they write it.
     parts: tuple[Mapping[str, Any], ...] = (raw, inner)
@@ -201,6 +214,16 @@ def read_window(raw: Mapping[str, Any]) -> int:
     return window if raw.get("use_sliding_window", raw["model_type"] not in _WITHOUT_DEFAULT_WINDOW) else 0
 
 
+def read_soft_cap(raw: Mapping[str, Any], name: str) -> float:
+    """Returns the limit of scores or logits; 0 if there is none. Raises ConfigError for another number."""
+    value = raw.get(name)
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a positive number or null, got {value!r}")
+    return float(value)
+
+
 def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> MultipliersConfig:
     """Reads the fields of the families that have such numbers; `rope` has the parameters of the rotation."""
     model_type = raw["model_type"]
@@ -215,7 +238,7 @@ def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Multipl
         return MultipliersConfig(
             embedding=math.sqrt(raw["hidden_size"]),
             attention=float(raw["query_pre_attn_scalar"]) ** -0.5,
-            logits_cap=float(raw.get("final_logit_softcapping") or 0),
+            logits_cap=read_soft_cap(raw, "final_logit_softcapping"),
         )
     if model_type == "cohere2":
         return MultipliersConfig(logits=float(raw["logit_scale"]))

@@ -23,12 +23,13 @@ from penstock.config.families import (
     read_activation,
     read_layer_types,
     read_multipliers,
+    read_soft_cap,
     read_window,
     text_part,
     with_defaults,
 )
 from penstock.config.latent import LatentConfig, read_latent
-from penstock.config.rope import SLIDING, RopeConfig, read_ropes
+from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
 
@@ -124,7 +125,7 @@ def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConf
         return config if text.get("model_type") == raw.get("model_type") else replace(config, wrapper=raw["model_type"])
     except KeyError as error:
         raise ConfigError(f"{file} lacks the field {error.args[0]!r}") from None
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{file} cannot be used: {error}") from None
 
 
@@ -156,6 +157,8 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         )
     head_dim = _positive(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
     window = read_window(raw)
+    if FULL not in layer_types and window >= raw.get("max_position_embeddings", math.inf):
+        window = 0  # it hides nothing (Phi-4-mini)
     windows = tuple(window if kind == SLIDING else 0 for kind in layer_types)
     if latent is not None and any(windows):
         raise ConfigError(f"{path} has sliding_window={max(windows)} and latent attention, which has no window here")
@@ -171,7 +174,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or raw.get("norm_eps") or 1e-6),
+        rms_norm_eps=_read_epsilon(raw, encoder),
         rope=ropes.rope,
         max_position_embeddings=(
             _positive(raw, "max_position_embeddings", 2048)
@@ -186,7 +189,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         latent=latent,
         experts=read_experts(raw),
         fp8_block=_parse_quantization(path, raw.get("quantization_config")),
-        attn_logit_softcapping=_parse_softcap(raw),
+        attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),
         has_attention_sinks=raw["model_type"] == "gpt_oss",
         window_rope=ropes.window_rope,
         unrotated_layers=ropes.unrotated_layers,
@@ -228,11 +231,8 @@ def _resolve_dtype(asked: str, stored: str) -> str:
     return name
 
 
-def _parse_softcap(raw: dict[str, Any]) -> float:
-    """Returns the limit of attention scores; 0 if there is none."""
-    value = raw.get("attn_logit_softcapping")
-    if value is None:
-        return 0.0
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"attn_logit_softcapping must be a positive number or null, got {value!r}")
-    return float(value)
+def _read_epsilon(raw: Mapping[str, Any], encoder: EncoderConfig | None) -> float:
+    """Returns the epsilon of the norms, which families spell differently."""
+    if encoder is not None:
+        return encoder.layer_norm_eps
+    return float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or 1e-6)

@@ -109,7 +109,9 @@ def smollm3_unrotated(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...
     """Returns the layers of a SmolLM3 without rotation, which are also those with a window if there is one."""
     interval = raw["no_rope_layer_interval"]
     rotates: list[int] = raw.get("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
-    return tuple(layer for layer, is_rotated in enumerate(rotates) if not is_rotated)
+    if len(rotates) < num_layers:
+        raise ConfigError(f"no_rope_layers has {len(rotates)} layers of {num_layers}")
+    return tuple(layer for layer, is_rotated in enumerate(rotates[:num_layers]) if not is_rotated)
 
 
 def _unrotated(raw: Mapping[str, Any], layer_types: tuple[str, ...]) -> tuple[int, ...]:

@@ -80,8 +80,9 @@ class CoreProcess:
                 reports = self._joint.step(waits=False)
                 # The last step before the engine idles reports the KV connector's latest counts.
                 is_last = self._joint.patience != 0
-                for report in reports:
-                    if report.num_tokens or report.outputs or report.events or report.kv_events or is_last:
+                # All report if one has something to report: experts are counted in the first engine for all.
+                if is_last or any(each.num_tokens or each.outputs or each.events or each.kv_events for each in reports):
+                    for report in reports:
                         self._send(report)
 
     def _take_messages(self) -> bool:

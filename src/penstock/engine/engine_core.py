@@ -18,7 +18,7 @@ from penstock.messages.kv_events import KVEvent
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.messages.stats import BlockMap, ExpertMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import EngineDeadError
@@ -165,9 +165,12 @@ class EngineCore:
         """Launches the forward pass. `dp_rank` is this engine among those of the executor."""
         self._executor.execute_model(plan, dp_rank)
 
-    def finish_launch(self, plan: SchedulerOutput, dp_rank: int) -> None:
-        """Launches the rest of the step, when the results of steps up to `barrier_step` have been applied."""
-        masks = self._scheduler.grammar_masks(plan)
+    def grammar_masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        """Returns what the step's requests may sample, when the results of steps up to `barrier_step` are applied."""
+        return self._scheduler.grammar_masks(plan)
+
+    def finish_launch(self, plan: SchedulerOutput, masks: GrammarOutput | None, dp_rank: int) -> None:
+        """Launches the rest of the step."""
         self._in_flight.append((plan, self._executor.sample_tokens(masks, dp_rank)))
 
     def is_in_flight(self, step: int) -> bool:
@@ -312,8 +315,10 @@ def step_together(cores: Sequence[EngineCore], waits: bool) -> list[StepReport]:
             while cores[0].is_in_flight(barrier):
                 # The forward pass runs concurrently.
                 _process_oldest(cores, processed)
+            # All masks first: an engine that fails here must not leave others waiting in the step.
+            masks = [core.grammar_masks(plan) for core, plan in zip(cores, plans, strict=True)]
             for rank, plan in enumerate(plans):
-                cores[rank].finish_launch(plan, rank)
+                cores[rank].finish_launch(plan, masks[rank], rank)
             if all(plan.is_empty for plan in plans) or processed[0]:
                 break
         if cores[0].num_in_flight and not processed[0]:

@@ -35,7 +35,7 @@ def make_executor(config: EngineConfig, shares_memory: bool = True) -> Executor:
         return Executor(_make_workers(config, [LoadWorker(config, (0, 0))], None))
     gpus = gpus_of_ranks(config.device, parallel, env.visible_gpus(), count_gpus)
     if gpus and num_engines > 1:
-        raise ConfigError("experts are computed on a CPU only: set device=cpu")
+        raise ConfigError("enable_expert_parallel divides experts among ranks on a CPU only: set device=cpu")
     if gpus or not shares_memory:
         return _make_distributed(config, gpus)
     memories: list[SharedMemory] = []

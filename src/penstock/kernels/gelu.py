@@ -49,7 +49,8 @@ def gelu_reference(x: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
 def gelu_and_mul_reference(gate_up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     if not is_tanh:
-        return (F.gelu(gate) * up).to(gate_up.dtype)
+        # Contiguous: torch computes the elements of strided rows in another way.
+        return (F.gelu(gate.contiguous()) * up).to(gate_up.dtype)
     # x / 2 (1 + tanh(u)) = x sigmoid(2 u); torch's own treats the last few elements of a tensor in another way.
     u = _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
     return (gate * sigmoid(2 * u) * up).to(gate_up.dtype)

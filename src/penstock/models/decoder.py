@@ -143,7 +143,8 @@ class Decoder:
         self._embedding: Embedding | None = None
         # Rounded to the dtype, as Gemma's is; those of other models are numbers of the dtype.
         self._embedding_scale = float(torch.tensor(config.multipliers.embedding, dtype=weights.dtype))
-        if self.stage.is_first or feeds_head or (has_logits and self.stage.is_last and config.tie_word_embeddings):
+        is_tied = has_logits and self.stage.is_last and _has_tied_head(config, weights)
+        if self.stage.is_first or feeds_head or is_tied:
             self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
@@ -235,9 +236,16 @@ def _find_decoder(weights: Weights, has_logits: bool) -> tuple[Weights, Weights]
     return weights, inner if has_logits else weights
 
 
+def _has_tied_head(config: ModelConfig, weights: Weights) -> bool:
+    """Whether the output head is the embedding. The two parts of a multimodal configuration may disagree about it, or
+    one of them state a default of its class: then the checkpoint has a head of its own or not.
+    """
+    return config.tie_word_embeddings and not (config.wrapper is not None and weights.has("lm_head.weight"))
+
+
 def _make_head(config: ModelConfig, weights: Weights, embedding: Embedding | None) -> GatheredLinear:
     vocab, hidden = config.vocab_size, config.hidden_size
-    if not config.tie_word_embeddings:
+    if not _has_tied_head(config, weights):
         return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
     assert embedding is not None, "a tied head without an embedding"
     return weights.gathered(weights.linear_of("lm_head", embedding.weight, is_wide=True), vocab)

@@ -27,10 +27,11 @@ class Eagle3Head:
     def __init__(self, config: Eagle3Config, weights: Weights, model: Model) -> None:
         """Takes from `model` the embedding and the output head if the checkpoint lacks them. Raises ConfigError."""
         assert isinstance(model, Decoder), type(model)
-        if model.config.multipliers.embedding != 1.0:
+        multipliers = model.config.multipliers
+        if multipliers.embedding != 1.0 or multipliers.logits != 1.0 or multipliers.logits_cap:
             raise ConfigError(
                 f"method eagle3 in speculative_config is not supported for a {model.config.model_type}, which "
-                "multiplies its embeddings"
+                "multiplies its embeddings, or multiplies or caps its logits"
             )
         shape = config.shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps

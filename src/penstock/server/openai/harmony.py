@@ -20,9 +20,13 @@ from penstock.server.openai.tool_calls.tool_format import lark_string
 CHANNEL, MESSAGE, CONSTRAIN, CALL = "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"
 CALL_BEGIN = f"{CHANNEL}commentary to=functions."
 _START, _END, _RETURN = "<|start|>", "<|end|>", "<|return|>"
-_ENDS = (_END, CALL, _RETURN, _START, CHANNEL)
-_HEADERS = (CHANNEL, _START, "to=")
+_ASSISTANT = f"{_START}assistant"
+_CHANNELS = tuple(f"{CHANNEL}{name}" for name in ("analysis", "commentary", "final"))
+_ENDS = (_END, CALL, _RETURN, _ASSISTANT, *_CHANNELS)
+_HEADERS = (*_CHANNELS, _ASSISTANT)
+_FIRST_HEADERS = (*_HEADERS, "to=functions.")
 _MAX_HEADER = 512
+_PIECE = 1024  # characters that are examined at once, so that the cost is linear
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _BETWEEN = "\n\n"
 
@@ -66,18 +70,25 @@ class HarmonyReader(ReasoningReader):
         self._has_text = {False: False, True: False}  # content, reasoning
 
     def feed(self, text: str) -> tuple[str, str]:
-        self._pending += text
         read: list[tuple[str, str]] = []
-        while (piece := self._next()) is not None:
-            read.append(piece)
+        for start in range(0, len(text), _PIECE):
+            self._pending += text[start : start + _PIECE]
+            while (piece := self._next()) is not None:
+                read.append(piece)
         return "".join(reasoning for reasoning, _ in read), "".join(content for _, content in read)
 
     def finish(self) -> tuple[str, str]:
         """Returns the text that was held back. A header that was cut off says nothing."""
         pending, self._pending = self._pending, ""
-        if self._is_in_header and not (self._is_first and not pending.lstrip().startswith(_HEADERS)):
-            return "", ""
-        return self._as_part(pending)
+        if not self._is_in_header:
+            return self._as_part(pending)
+        text = pending.lstrip()
+        is_cut = not self._is_first and any(header.startswith(text) for header in _HEADERS)
+        return ("", "") if is_cut or text.startswith(self._headers) else ("", pending)
+
+    @property
+    def _headers(self) -> tuple[str, ...]:
+        return _FIRST_HEADERS if self._is_first else _HEADERS
 
     def _next(self) -> tuple[str, str] | None:
         """Returns the next piece; None if it needs more text."""
@@ -85,19 +96,20 @@ class HarmonyReader(ReasoningReader):
 
     def _read_header(self) -> tuple[str, str] | None:
         pending = self._pending.lstrip()
-        if not pending:
+        is_header = pending.startswith(self._headers)
+        if not is_header and any(header.startswith(pending) for header in self._headers):
             return None
-        is_header = pending.startswith(_HEADERS)
-        place = pending.find(MESSAGE)
-        if not is_header and any(header.startswith(pending) for header in _HEADERS):
-            return None
-        if is_header and place < 0 and len(pending) <= _MAX_HEADER:
+        place = pending.find(MESSAGE, 0, _MAX_HEADER)
+        if is_header and place < 0 and len(pending) < _MAX_HEADER:
             return None
         self._is_in_header, is_first, self._is_first = False, self._is_first, False
         self._is_reasoning = self._is_call = False
-        if not is_header or place < 0:
-            # No channel: the text is content, without the tag that begins no message.
-            self._pending = self._pending if not is_header else pending.removeprefix(CHANNEL).removeprefix(_START)
+        if not is_header:
+            # No channel: the text is content as it is.
+            return "", ""
+        if place < 0:
+            # The same, without the tag that begins no message.
+            self._pending = pending.removeprefix(CHANNEL).removeprefix(_START)
             return "", ""
         header, self._pending = pending[:place], pending[place + len(MESSAGE) :]
         recipient = _RECIPIENT.search(header)
@@ -117,7 +129,7 @@ class HarmonyReader(ReasoningReader):
             return self._as_part(text) if text else None
         end = next(each for each, place in places.items() if place == found)
         text, self._pending = self._pending[:found], self._pending[found:]
-        if end not in (_START, CHANNEL):
+        if end in (_END, CALL, _RETURN):
             self._pending = self._pending[len(end) :]
         self._is_in_header = True
         reasoning, content = self._as_part(text)

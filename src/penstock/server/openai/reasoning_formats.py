@@ -27,7 +27,8 @@ def detect_reasoning(chat_template_source: str | None) -> str:
     if f"{CHANNEL}analysis" in source:
         return "openai_gptoss"
     if _THINK[1] in source:
-        return "deepseek_r1" if _DEEPSEEK_MARK in source else "qwen3"
+        # Since V3.1 the template writes the tag, and some answers have no reasoning.
+        return "deepseek_r1" if _DEEPSEEK_MARK in source and "thinking" not in source else "qwen3"
     return "granite" if REASONING_FORMATS["granite"].closing in source else "none"
 
 

@@ -46,6 +46,7 @@ _MARKS = {
     KIMI_CALLS_BEGIN: KimiK2Format.NAME,
     TOOL_CALLS: MistralFormat.NAME,
     LFM2_START: Lfm2Format.NAME,
+    "<|tool_list_start|>": Lfm2Format.NAME,
     GRANITE_TAG: GraniteFormat.NAME,
     "<|/tool|>": PhiFormat.NAME,
 }
@@ -82,6 +83,9 @@ def make_format(parser: str, tokenizer: Tokenizer | None) -> ToolCallFormat | No
     """The format of this name for a tokenizer; with "auto" the one that its chat template describes, if any."""
     source = None if tokenizer is None else tokenizer.chat_template_source
     name = detect_format(source) if parser == "auto" else parser
+    if parser == "auto" and name is None and tokenizer is not None and LFM2_START in tokenizer.added_tokens:
+        # LFM2.5's template has the calls in the text of messages.
+        name = Lfm2Format.NAME
     if name is None or name not in FORMATS:
         return None
     return FORMATS[name]({} if tokenizer is None else tokenizer.added_tokens, source or "")
