@@ -253,6 +253,27 @@ def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, na
         llm.shutdown()
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_turns_of_a_conversation_hit_the_cache(families: Families, name: str) -> None:
+    """Promise P9: a turn computes the question alone, and the rest of a block. Other engines cache nothing of some
+    families, and say nothing.
+    """
+    llm = engine(families.path(name), enable_prefix_caching=True)
+    generator = torch.Generator().manual_seed(2)
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0)
+    conversation: list[int] = []
+    for length in (70, 9, 30, 21):
+        num_known = max(0, len(conversation) - 1) // 16 * 16
+        conversation += torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist()
+        found = complete(llm, conversation, params)
+        assert found.num_cached_tokens == num_known
+        conversation += found.outputs[0].token_ids
+    stats = llm.stats()
+    llm.shutdown()
+    assert stats.prefix_cache_hits == 80 + 96 + 144
+    assert stats.prefix_cache_queries == 70 + 91 + 133 + 166
+
+
 @pytest.fixture(scope="module")
 def models_with_text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Arguments of engines with random models that have the built-in model's tokens."""
