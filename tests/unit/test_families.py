@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.families import NO_MULTIPLIERS, text_part
 from penstock.config.model import ModelConfig, parse_model_config
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
@@ -86,6 +88,28 @@ def test_olmo3_extends_the_context_of_full_layers_alone() -> None:
     assert config.rope.theta == config.window_rope.theta == 500000.0
     assert config.layer_rope(0) == config.window_rope
     assert config.layer_rope(3) == config.rope
+
+
+@pytest.mark.parametrize(("max_model_len", "is_long"), [(128, False), (129, True)])
+def test_a_draft_model_has_the_factors_of_the_engine_s_longest_context(
+    tmp_path: Path, max_model_len: int, is_long: bool
+) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
+    for name, original in (("target", 512), ("draft", 128)):
+        (tmp_path / name).mkdir()
+        fields = {"model_type": "phi3", "rope_scaling": scaling, "original_max_position_embeddings": original}
+        (tmp_path / name / "config.json").write_text(json.dumps({**SHAPE, **fields}))
+    drafts = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    args = EngineArgs(
+        model=str(tmp_path / "target"),
+        speculative_config=drafts,
+        max_model_len=max_model_len,
+        skip_tokenizer_init=True,
+        device="cpu",
+    )
+    config = resolve(args)
+    assert config.speculative is not None
+    assert [shape.rope.has_long_factors for shape in (config.model, *config.speculative.shapes)] == [False, is_long]
 
 
 @pytest.mark.parametrize("name", ["su", "longrope", "yarn"])

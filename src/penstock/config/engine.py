@@ -296,7 +296,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
     needs_whole_prompts = pooling is not None and pooling.needs_whole_prompts
     speculative = None
     if args.speculative_config is not None:
-        speculative = parse_speculative_config(args.speculative_config, model)
+        speculative = parse_speculative_config(args.speculative_config, model).for_length(max_model_len)
     shapes = [model] if speculative is None else [model, *speculative.shapes]
     parallel = _parallel(args, shapes)
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path

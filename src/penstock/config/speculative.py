@@ -9,7 +9,7 @@ drafts are chosen and verified.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,16 +64,16 @@ class SpeculativeConfig:
     samples_drafts: bool
     synthetic_acceptance_rates: tuple[float, ...]
 
+    def for_length(self, max_model_len: int) -> SpeculativeConfig:
+        """Returns the drafter of an engine with this longest context (`ModelConfig.for_length`)."""
+        draft = self.draft_model
+        return self if draft is None else replace(self, draft_model=draft.for_length(max_model_len))
+
     @property
     def shapes(self) -> list[ModelConfig]:
         """The shape of the drafter's own model, if it has one."""
         shapes = (self.draft_model, None if self.eagle3 is None else self.eagle3.shape)
         return [shape for shape in shapes if shape is not None]
-
-    @property
-    def model_paths(self) -> list[Path]:
-        """The folders of the drafter's own weights."""
-        return [shape.path for shape in self.shapes]
 
     @property
     def num_lookahead_tokens(self) -> int:

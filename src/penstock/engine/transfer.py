@@ -94,7 +94,7 @@ def _arithmetic(config: EngineConfig, facts: WorkerFacts) -> str:
 
 
 def _model_configs(config: EngineConfig) -> bytes:
-    folders = [config.model.path, *(config.speculative.model_paths if config.speculative is not None else ())]
-    files = b"".join((folder / "config.json").read_bytes() for folder in folders)
+    shapes = [config.model, *(config.speculative.shapes if config.speculative is not None else ())]
+    files = b"".join((shape.path / "config.json").read_bytes() for shape in shapes)
     # The longest context decides which factors rotate the keys (`RopeConfig.for_length`).
-    return files + b"long factors" if config.model.rope.has_long_factors else files
+    return files + b"".join(b"long factors" for shape in shapes if shape.rope.has_long_factors)
