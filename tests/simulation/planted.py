@@ -261,9 +261,9 @@ BUGS = (
         "one_of_n_shards",
         changes(
             "executor.executor:Executor.initialize",
-            lambda original, *args: {
-                shard: each if shard == (0, 0) else None for shard, each in original(*args).items()
-            },
+            lambda original, *args: [
+                {shard: each if shard == (0, 0) else None for shard, each in table.items()} for table in original(*args)
+            ],
         ),
     ),
     bug(
