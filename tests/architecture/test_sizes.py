@@ -20,11 +20,11 @@ PARAMETER_WAIVERS = {
 # Folder -> its lines of code (`code_lines`). A budget shrinks with its folder; it grows only in a change that adds a
 # feature that users see, and says so.
 BUDGETS = {
-    "attention": 350,
+    "attention": 360,
     "cli": 1426,
     "config": 1886,
     "core": 1733,
-    "engine": 896,
+    "engine": 889,
     "executor": 583,
     "frontend": 1528,
     "grammar": 348,
@@ -39,7 +39,7 @@ BUDGETS = {
     "penstock": 45,
     "router": 1888,
     "runner": 2761,
-    "server": 4472,
+    "server": 4462,
     "simulation": 3351,
     "tokenizer": 338,
     "utils": 556,

@@ -162,6 +162,13 @@ def test_a_multimodal_checkpoint_s_own_head_is_used(has_head: bool) -> None:
     assert torch.equal(model.compute_logits(hidden), wanted.T.float().to(torch.bfloat16).to(model.logits_dtype))
 
 
+def test_a_head_that_is_tied_is_the_embedding_whatever_the_checkpoint_has() -> None:
+    source = DummySource(torch.device("cpu"))
+    weights = Weights(source, torch.bfloat16, torch.device("cpu"))
+    model = build_model(parse("llama", tie_word_embeddings=True), weights)
+    assert torch.equal(model.head.own.dense_weight(), model.embedding.weight)
+
+
 def test_fields_outside_the_text_part() -> None:
     text = {**SHAPE, "model_type": "gemma3_text", "dtype": "float32"}
     raw = {"model_type": "gemma3", "torch_dtype": "float16", "eos_token_id": [1, 106], "text_config": text}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,22 +55,30 @@ class TritonAttention:
         """See `AttentionBackend.attend`. Raises ConfigError for a shape of heads that the kernels do not support."""
         plan = self._plan(heads, kv_cache, metadata)
         batch = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
-        scores: Any = {"softcap": heads.softcap, "sinks": heads.sinks}
-        is_latent = len(heads.spec.planes) == 1
-        if isinstance(plan.tile, DecodeTile) and not (plan.deterministic or is_latent):
+        latent_value_dim = _latent_value_dim(heads)
+        if isinstance(plan.tile, DecodeTile) and not (plan.deterministic or latent_value_dim):
             norms = None if heads.q_norm is None or heads.k_norm is None else (heads.q_norm, heads.k_norm)
             arguments = (qkv, heads.num_heads, heads.rotary, norms, heads.eps, kv_cache, *batch)
-            return decode_attention_fused(*arguments, heads.scale, heads.spec.sliding_window, plan, **scores)
+            return decode_attention_fused(
+                *arguments, heads.scale, heads.spec.sliding_window, plan, softcap=heads.softcap, sinks=heads.sinks
+            )
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
-        queries = queries_of(qkv, heads)
-        if is_latent:
-            scores["latent_value_dim"] = heads.value_size
-        return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan, **scores)
+        return paged_attention(
+            queries_of(qkv, heads),
+            kv_cache,
+            *batch,
+            heads.scale,
+            heads.spec.sliding_window,
+            plan,
+            softcap=heads.softcap,
+            sinks=heads.sinks,
+            latent_value_dim=latent_value_dim,
+        )
 
     def _plan(self, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata) -> AttentionPlan:
         _, _, num_kv_heads, block_size, head_size = kv_cache.shape
-        latent_value_dim = heads.value_size if len(heads.spec.planes) == 1 else 0
-        shape = AttentionShape(heads.num_heads, num_kv_heads, head_size, block_size, kv_cache.dtype, latent_value_dim)
+        latent = _latent_value_dim(heads)
+        shape = AttentionShape(heads.num_heads, num_kv_heads, head_size, block_size, kv_cache.dtype, latent)
         planned = self._shapes.get(shape)
         if planned is None:
             planner = AttentionPlanner(
@@ -84,3 +91,8 @@ class TritonAttention:
         if plan is None:
             plan = planned.plans[key] = planned.planner.plan(*key)
         return plan
+
+
+def _latent_value_dim(heads: AttentionHeads) -> int:
+    """Returns the size of the values of latent attention, 0 for another kind."""
+    return heads.value_size if len(heads.spec.planes) == 1 else 0

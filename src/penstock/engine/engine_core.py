@@ -5,7 +5,7 @@ differs. Engines that share experts make all steps together (`step_together`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -242,21 +242,6 @@ class EngineCore:
         steps = [plan.step for plan, _ in self._in_flight]
         assert self._scheduler.steps_in_flight == steps, (self._scheduler.steps_in_flight, steps)
         self._scheduler.check_integrity()
-
-    def watch_workers(self, on_death: Callable[[], None]) -> None:
-        """Registers `on_death`, called from another thread when a worker dies; `check_workers` then raises the
-        reason.
-        """
-        self._executor.watch(on_death)
-
-    def check_workers(self) -> None:
-        """Raises EngineDeadError, now and from then on, if a worker is dead."""
-        with failing([self]):
-            self._executor.check()
-
-    def kill_workers(self) -> None:
-        """Kills the workers' processes. May be called from any thread; the engine is dead afterwards."""
-        self._executor.kill()
 
     def shutdown(self) -> None:
         """Waits for steps and KV transfers in flight, and frees the worker; the engine is dead afterwards.

@@ -27,16 +27,18 @@ class JointCores:
         return step_together(self.cores, waits)
 
     def watch_workers(self, on_death: Callable[[], None]) -> None:
-        """See `EngineCore.watch_workers`."""
+        """Registers `on_death`, called from another thread when a worker dies; `check_workers` then raises the
+        reason.
+        """
         self._executor.watch(on_death)
 
     def check_workers(self) -> None:
-        """See `EngineCore.check_workers`."""
+        """Raises EngineDeadError, now and from then on, if a worker is dead."""
         with failing(self.cores):
             self._executor.check()
 
     def kill_workers(self) -> None:
-        """See `EngineCore.kill_workers`."""
+        """Kills the workers' processes. May be called from any thread; the engines are dead afterwards."""
         self._executor.kill()
 
     def shutdown(self) -> None:

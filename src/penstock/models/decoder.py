@@ -240,7 +240,7 @@ def _has_tied_head(config: ModelConfig, weights: Weights) -> bool:
     """Whether the output head is the embedding. The two parts of a multimodal configuration may disagree about it, or
     one of them state a default of its class: then the checkpoint has a head of its own or not.
     """
-    return config.tie_word_embeddings and not (config.wrapper is not None and weights.has("lm_head.weight"))
+    return config.tie_word_embeddings and not (config.wrapper and weights.has("lm_head.weight"))
 
 
 def _make_head(config: ModelConfig, weights: Weights, embedding: Embedding | None) -> GatheredLinear:

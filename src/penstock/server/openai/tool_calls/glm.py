@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from penstock.server.openai.tool_calls.parser import Scan, expect, read_name, read_tag, require, skip_whitespace
-from penstock.server.openai.tool_calls.text_arguments import TextArgumentsFormat, TextArgumentsParser
+from penstock.server.openai.tool_calls.text_arguments import TextArgumentsFormat, TextArgumentsParser, text_terminals
 
 OPENING_TAG, CLOSING_TAG = "<tool_call>", "</tool_call>"
 KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -49,18 +49,15 @@ class Glm45Format(TextArgumentsFormat):
     PARSER = GlmParser
     TAGS = (OPENING_TAG, CLOSING_TAG, KEY, _KEY_END, _VALUE, _VALUE_END)
     TRIGGERS = (OPENING_TAG,)
-    TERMINALS = (
-        'TEXT_ARGUMENT: NO_END "</arg_value>\\n"',
-        r"NO_END: /(?s:.*)/ & ~/(?s:.*)<\/arg_value>(?s:.*)/",
-    )
     OPENING = OPENING_TAG
     NAME_END = "\n"
     BEFORE_KEY, AFTER_KEY, AFTER_VALUE = KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n"
     CLOSING = CLOSING_TAG
+    TERMINALS = text_terminals(AFTER_VALUE)
 
 
 class Glm47Format(Glm45Format):
     NAME = "glm47"
-    TERMINALS = ('TEXT_ARGUMENT: NO_END "</arg_value>"', Glm45Format.TERMINALS[1])
     NAME_END = ""
     AFTER_KEY, AFTER_VALUE = f"{_KEY_END}{_VALUE}", _VALUE_END
+    TERMINALS = text_terminals(AFTER_VALUE)

@@ -15,7 +15,7 @@ class HermesParser(TaggedParser, JsonCallParser):
 
     def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
         char = yield from skip_whitespace((yield))
-        return (yield from self._call(char, content, needs_arguments=False))
+        return (yield from self._call(char, content))
 
 
 class HermesFormat(JsonObjectFormat):

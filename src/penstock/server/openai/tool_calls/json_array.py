@@ -23,7 +23,7 @@ class JsonArrayParser(TaggedParser, JsonCallParser):
         char = yield from skip_whitespace((yield))
         if char != "[":
             return False, self._break_off()
-        char = yield from self._array(content)
+        char = yield from self._list(self._call, content)
         return self.num_calls > before, char
 
 

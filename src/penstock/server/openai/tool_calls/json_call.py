@@ -23,7 +23,7 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 class JsonCallParser(ToolCallParser):
     """A parser of a format whose calls are objects with a name and arguments."""
 
-    def _call(self, char: str, content: str, needs_arguments: bool) -> Scan[tuple[bool, str]]:
+    def _call(self, char: str, content: str, needs_arguments: bool = False) -> Scan[tuple[bool, str]]:
         """Reads a call's object, which `char` should open; returns whether it was a call, and the next character.
 
         `content` is the part of the held-back text that is content even if this is a call.
@@ -40,25 +40,6 @@ class JsonCallParser(ToolCallParser):
             return call.begun, self._break_off()
         self._end()
         return True, (yield)
-
-    def _array(self, content: str) -> Scan[str]:
-        """Reads an array of calls after its opening bracket; returns the first character after it, or the one at which
-        it becomes malformed.
-        """
-        char = yield from skip_whitespace((yield))
-        while self._may_call:
-            is_call, char = yield from self._call(char, content, needs_arguments=False)
-            if not is_call:
-                break
-            content = ""
-            char = yield from skip_whitespace(char)
-            if char == "]":
-                self._held.clear()
-                return (yield)
-            if char != ",":
-                break
-            char = yield from skip_whitespace((yield))
-        return char
 
 
 class _CallObject:

@@ -39,7 +39,7 @@ class MistralParser(TaggedParser, JsonCallParser):
 
     def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
         char = yield from skip_whitespace((yield))
-        return True, (yield from self._array(content) if char == "[" else self._named(char, content))
+        return True, (yield from self._list(self._call, content) if char == "[" else self._named(char, content))
 
     def _named(self, char: str, content: str) -> Scan[str]:
         """Reads one call; returns the first character after it, or the one at which it becomes malformed."""

@@ -122,6 +122,27 @@ class ToolCallParser(ABC):
         self._in_call = False
         return self._held[-1]
 
+    def _list(self, read_call: Callable[[str, str], Scan[tuple[bool, str]]], content: str) -> Scan[str]:
+        """Reads calls with commas between them, after the opening bracket; returns the first character after the
+        closing one, or the one at which the list becomes malformed. `content` is the text before the first call.
+
+        `read_call` takes a call's first character and the text before it; it returns as `_call_after_tag` does.
+        """
+        char = yield from skip_whitespace((yield))
+        while self._may_call:
+            is_call, char = yield from read_call(char, content)
+            if not is_call:
+                break
+            content = ""
+            char = yield from skip_whitespace(char)
+            if char == "]":
+                self._held.clear()
+                return (yield)
+            if char != ",":
+                break
+            char = yield from skip_whitespace((yield))
+        return char
+
     def _make_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 

@@ -34,30 +34,18 @@ _MAX_DEPTH = 64
 class _PythonCallParser(ToolCallParser):
     """A call is emitted at its closing bracket: before that it may turn out not to be a call."""
 
-    def _list(self, content: str) -> Scan[str]:
-        """Reads the list after its opening bracket; returns the first character after it, or the one at which it
-        becomes malformed.
-        """
-        char = yield from skip_whitespace((yield))
-        while self._may_call:
-            try:
-                name, arguments = yield from self._call(char)
-            except Malformed:
-                return self._held[-1]
-            self._begin(name, content)
-            self._emit(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-            self._end()
-            content = ""
-            char = yield from skip_whitespace((yield))
-            if char == "]":
-                self._held.clear()
-                return (yield)
-            if char != ",":
-                break
-            char = yield from skip_whitespace((yield))
-        return char
+    def _call(self, char: str, content: str) -> Scan[tuple[bool, str]]:
+        """Reads a call; returns whether it was one, and the next character, or the one at which it is malformed."""
+        try:
+            name, arguments = yield from self._expression(char)
+        except Malformed:
+            return False, self._held[-1]
+        self._begin(name, content)
+        self._emit(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        self._end()
+        return True, (yield)
 
-    def _call(self, char: str) -> Scan[tuple[str, dict[str, Any]]]:
+    def _expression(self, char: str) -> Scan[tuple[str, dict[str, Any]]]:
         """Reads one call to its closing bracket. Raises `Malformed`."""
         name, _ = yield from read_name(char, "(")
         require(name in self._tools)
@@ -81,7 +69,7 @@ class PythonicParser(_PythonCallParser):
             if tag:
                 char = yield from skip_whitespace((yield))
         if char == "[":
-            char = yield from self._list("")
+            char = yield from self._list(self._call, "")
             if self.num_calls and (yield from skip_whitespace(char)) == "<":
                 tag, _ = yield from read_tag("<", PYTHON_END)
                 if tag:
@@ -100,7 +88,7 @@ class Lfm2Parser(TaggedParser, _PythonCallParser):
         before = self.num_calls
         char = yield from skip_whitespace((yield))
         if char == "[":
-            char = yield from self._list(content)
+            char = yield from self._list(self._call, content)
         if self.num_calls > before:
             return True, char
         return False, self._break_off()

@@ -12,7 +12,7 @@ Paris
 from __future__ import annotations
 
 from penstock.server.openai.tool_calls.parser import Scan, read_name, read_tag, require, skip_whitespace
-from penstock.server.openai.tool_calls.text_arguments import TextArgumentsFormat, TextArgumentsParser
+from penstock.server.openai.tool_calls.text_arguments import TextArgumentsFormat, TextArgumentsParser, text_terminals
 
 OPENING_TAG, CLOSING_TAG = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -49,12 +49,8 @@ class Qwen3CoderFormat(TextArgumentsFormat):
     PARSER = Qwen3CoderParser
     TAGS = (OPENING_TAG, CLOSING_TAG)
     TRIGGERS = (OPENING_TAG, _FUNCTION)
-    # One terminal that includes the closing tag, because the text must not continue past it.
-    TERMINALS = (
-        'TEXT_ARGUMENT: NO_END "\\n</parameter>\\n"',
-        r"NO_END: /(?s:.*)/ & ~/(?s:.*)\n<\/parameter>(?s:.*)/",
-    )
     OPENING = f"{OPENING_TAG}\n{_FUNCTION}"
     NAME_END = _NAME_END
     BEFORE_KEY, AFTER_KEY, AFTER_VALUE = _PARAMETER, _NAME_END, f"\n{_PARAMETER_END}\n"
     CLOSING = f"{_FUNCTION_END}\n{CLOSING_TAG}"
+    TERMINALS = text_terminals(AFTER_VALUE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -95,7 +96,7 @@ class TextArgumentsFormat(ToolCallFormat):
     """In a forced call, only `enum` and `const` of the schema are enforced for text arguments.
 
     A call is written as `OPENING`, the name, `NAME_END`, for each argument `BEFORE_KEY`, its name, `AFTER_KEY`, the
-    value and `AFTER_VALUE`, and then `CLOSING`. The first line of `TERMINALS` ends with `AFTER_VALUE`.
+    value and `AFTER_VALUE`, and then `CLOSING`.
     """
 
     OPENING: ClassVar[str]
@@ -135,6 +136,16 @@ class TextArgumentsFormat(ToolCallFormat):
         if typed_text.is_text(typed_text.types_of(schema)):
             return f"{head} TEXT_ARGUMENT"
         return f"{head} {rule}_value {end}\n{rule}_value: {json_rule({**schema, **definitions})}"
+
+
+def text_terminals(after_value: str) -> tuple[str, str]:
+    """Returns the lines of Lark for a text argument, up to and including what follows a value."""
+    tag = re.escape(after_value.removesuffix("\n")).replace("\\\n", r"\n").replace("/", r"\/")
+    return (
+        # One terminal that includes the closing tag, because the text must not continue past it.
+        f"TEXT_ARGUMENT: NO_END {lark_string(after_value)}",
+        rf"NO_END: /(?s:.*)/ & ~/(?s:.*){tag}(?s:.*)/",
+    )
 
 
 def _choices(schema: Any) -> list[str]:
