@@ -27,8 +27,6 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
 }
-SOFTMAX, SIGMOID = 1, 2
-
 
 class Checkpoint:
     """A GGUF file in the shape of a config.json."""
@@ -111,7 +109,9 @@ class Checkpoint:
             writer.add_expert_shared_count(config["n_shared_experts"])
             writer.add_expert_weights_scale(config["routed_scaling_factor"])
             writer.add_expert_weights_norm(config["norm_topk_prob"])
-            writer.add_expert_gating_func(SIGMOID if config["scoring_func"] == "sigmoid" else SOFTMAX)
+            gating = gguf.ExpertGatingFuncType
+            is_sigmoid = config["scoring_func"] == "sigmoid"
+            writer.add_expert_gating_func(gating.SIGMOID if is_sigmoid else gating.SOFTMAX)
 
     # ---- Tensors ----
 
