@@ -1,0 +1,193 @@
+"""Weights that stay quantized in memory: one type for every format of a checkpoint.
+
+A weight is codes with a scale for every group of inputs. A format's reader makes one (`QuantizedWeight`), and linear
+layers and experts pack it for their kernels, which compute bit for bit what they would compute with `dequantize()`.
+Weights whose inputs are quantized too (`quantizes_inputs`) are the exception: their products are exact integer sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+# Groups are multiples of it, but for a group of all inputs.
+GROUP_STEP = 16
+# Numbers that are dequantised at a time, since the intermediate results take several times the memory of the codes.
+_CHUNK = 1 << 22
+
+# 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3): the sign, two bits of exponent, one of mantissa.
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+# 8-bit floats without infinities (OCP 8-bit Floating Point 1.0): codes 127 and 255 are not a number.
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def integers(bits: int, zero: int = 0) -> torch.Tensor:
+    """Returns the codebook of unsigned integers of which `zero` stands for 0: 0 - zero, 1 - zero, and so on."""
+    return torch.arange(2**bits, dtype=torch.float32) - zero
+
+
+def signed_integers(bits: int) -> torch.Tensor:
+    """Returns the codebook of integers in two's complement."""
+    codes = integers(bits)
+    return torch.where(codes < 2 ** (bits - 1), codes, codes - 2**bits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight [rows, inputs] in codes of 4 or 8 bits; input k belongs to group g = k // group.
+
+        value[row, k] = bfloat16((codebook[codes[row, k]] - zeros[row, g]) * scales[row, g] - minima[row, g])
+
+    Each operation is rounded to float32, in this order, and the result to bfloat16, all to the nearest even number.
+    Models in another type take the bfloat16 values. Scales that are stored in 16 bits need half the memory; scales,
+    zeros and minima have one type.
+
+    With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each of its rows, and its products
+    are exact sums: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
+
+    Raises ValueError if the tensors do not fit together, a scale is not finite, or a code stands for no number.
+    """
+
+    codes: torch.Tensor  # [rows, inputs] uint8, less than 2**bits
+    codebook: torch.Tensor  # [2**bits] float32
+    scales: torch.Tensor  # [rows, groups] float32, bfloat16 or float16
+    group: int  # inputs of a group: a multiple of 16, or at least all inputs; the last group may be shorter
+    bits: int = 4
+    zeros: torch.Tensor | None = None  # [rows, groups]
+    minima: torch.Tensor | None = None  # [rows, groups]
+    quantizes_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.codebook.shape != (2**self.bits,) or self.codebook.dtype != torch.float32:
+            raise ValueError(f"codes of {self.bits} bits with a codebook of {list(self.codebook.shape)}")
+        if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
+            raise ValueError(f"codes are [rows, inputs] uint8, not {list(self.codes.shape)} {self.codes.dtype}")
+        rows, inputs = self.codes.shape
+        if self.group < 1 or (self.group % GROUP_STEP and self.group < inputs):
+            raise ValueError(f"a group of {self.group} inputs is neither a multiple of {GROUP_STEP} nor all {inputs}")
+        expected = rows, -(-inputs // self.group)
+        for name, values in (("scales", self.scales), ("zeros", self.zeros), ("minima", self.minima)):
+            if values is None:
+                continue
+            if values.shape != expected or values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(f"{name} are {list(expected)} floats, not {list(values.shape)} {values.dtype}")
+            if not values.isfinite().all():
+                raise ValueError(f"{name} must be finite")
+        is_number = self.codebook.isfinite()
+        if self.bits == 4 and self.codes.numel() and self.codes.amax() > 15:
+            raise ValueError(f"code {self.codes.amax().item()} does not fit 4 bits")
+        if not is_number.all() and not is_number.to(self.codes.device)[self.codes.int()].all():
+            raise ValueError("a code stands for no number")
+        if self.quantizes_inputs and (
+            self.zeros is not None
+            or self.minima is not None
+            or expected[1] > 1
+            or self.bits != 8
+            or not torch.equal(self.codebook, signed_integers(8))
+        ):
+            raise ValueError("inputs are quantized only for signed integers with one scale per row")
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, inputs]."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the codes and scales when they are packed, without padding."""
+        arrays = (self.scales, self.zeros, self.minima)
+        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in arrays if each is not None)
+
+    def dequantize(self) -> torch.Tensor:
+        """Returns the values, [rows, inputs] bfloat16."""
+        rows, inputs = self.shape
+        out = torch.empty((rows, inputs), dtype=torch.bfloat16, device=self.device)
+        codebook, step = self.codebook.to(self.device), max(1, _CHUNK // max(1, inputs))
+        group_of = torch.arange(inputs, device=self.device) // self.group
+
+        def spread(values: torch.Tensor, chunk: slice) -> torch.Tensor:
+            return values[chunk].float()[:, group_of]
+
+        for first in range(0, rows, step):
+            chunk = slice(first, first + step)
+            values = codebook[self.codes[chunk].int()]
+            if self.zeros is not None:
+                values = values - spread(self.zeros, chunk)
+            values = values * spread(self.scales, chunk)
+            if self.minima is not None:
+                values = values - spread(self.minima, chunk)
+            out[chunk] = values
+        return out
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QuantizedWeight:
+        """Returns some rows and inputs. Raises ValueError if the inputs divide a group or, quantized, a row."""
+        inputs, groups = self.shape[1], self.scales.shape[1]
+        first, end, stride = columns.indices(inputs)
+        chosen = slice(None)
+        if (first, end) != (0, inputs):
+            if self.quantizes_inputs:
+                raise ValueError("the scale of a row of inputs is that of all inputs: they cannot be divided")
+            if groups > 1:
+                if first % self.group or (end % self.group and end != inputs):
+                    raise ValueError(f"inputs {first} to {end} divide a group of {self.group}")
+                chosen = slice(first // self.group, -(-end // self.group))
+        assert stride == 1, f"inputs with stride {stride}"
+
+        def some(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[rows, chosen]
+
+        return replace(
+            self,
+            codes=self.codes[rows, columns],
+            scales=self.scales[rows, chosen],
+            zeros=some(self.zeros),
+            minima=some(self.minima),
+        )
+
+    def reordered(self, order: torch.Tensor) -> QuantizedWeight:
+        """Returns the rows in the given order, [rows] int64; a row may occur several times."""
+
+        def some(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[order]
+
+        return replace(
+            self,
+            codes=self.codes[order],
+            scales=self.scales[order],
+            zeros=some(self.zeros),
+            minima=some(self.minima),
+        )
+
+    @staticmethod
+    def cat(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Returns the rows of all, one after another. Raises ValueError if their kinds or inputs differ."""
+        first = weights[0]
+        if any(not first.is_like(other) or other.shape[1] != first.shape[1] for other in weights):
+            raise ValueError("weights of several kinds cannot be one layer")
+
+        def joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+            there = [part for part in parts if part is not None]
+            return torch.cat(there) if there else None
+
+        return replace(
+            first,
+            codes=torch.cat([each.codes for each in weights]),
+            scales=torch.cat([each.scales for each in weights]),
+            zeros=joined([each.zeros for each in weights]),
+            minima=joined([each.minima for each in weights]),
+        )
+
+    def is_like(self, other: QuantizedWeight) -> bool:
+        """Whether the two are of one kind: everything but the shape, the codes and the scales' values is equal."""
+        return (
+            (self.bits, self.group, self.quantizes_inputs, self.scales.dtype)
+            == (other.bits, other.group, other.quantizes_inputs, other.scales.dtype)
+            and (self.zeros is None, self.minima is None) == (other.zeros is None, other.minima is None)
+            and torch.equal(self.codebook.nan_to_num(), other.codebook.nan_to_num())
+        )
