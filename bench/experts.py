@@ -23,7 +23,8 @@ import torch
 from penstock.config.model import load_model_config
 from penstock.kernels import native
 from penstock.models.experts import Experts, SlicedExperts
-from penstock.models.weights import DummySource, Weights
+from penstock.models.sources.dummy import DummySource
+from penstock.models.weights import Weights
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

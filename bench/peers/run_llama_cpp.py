@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
 }
 
+
 class Checkpoint:
     """A GGUF file in the shape of a config.json."""
 

@@ -25,7 +25,8 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import DraftHead
 from penstock.models.mtp import build_mtp
 from penstock.models.registry import build_model
-from penstock.models.weights import Weights, open_weights
+from penstock.models.sources.opening import open_weights
+from penstock.models.weights import Weights
 from penstock.parallel.groups import ALONE, RankLinks, TensorGroup
 from penstock.worker import worker
 from penstock.worker.parts import make_parts

@@ -23,7 +23,8 @@ from penstock.models.decoder import Decoder
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import DraftHead, Model
 from penstock.models.registry import build_model
-from penstock.models.weights import Weights, open_weights
+from penstock.models.sources.opening import open_weights
+from penstock.models.weights import Weights
 from penstock.runner.kv_cache import allocate_kv_cache
 from penstock.utils.errors import ConfigError
 from penstock.worker.parts import make_parts

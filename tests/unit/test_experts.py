@@ -21,7 +21,9 @@ from penstock.config.families import SILU
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.models.experts import Experts, sparse_mlp
 from penstock.models.parts import GatedMLP
-from penstock.models.weights import ALL, DummySource, Part, Weights, WeightsDigest, compare
+from penstock.models.sources.dummy import DummySource
+from penstock.models.sources.source import ALL, Part
+from penstock.models.weights import Weights, WeightsDigest, compare
 from penstock.parallel.groups import TensorGroup
 from penstock.utils.errors import ConfigError
 from tests.integration.checkpoints import make_checkpoint

@@ -15,7 +15,8 @@ from penstock.config.families import NO_MULTIPLIERS, text_part
 from penstock.config.model import ModelConfig, parse_model_config
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
-from penstock.models.weights import DummySource, Weights
+from penstock.models.sources.dummy import DummySource
+from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
 
 SHAPE: dict[str, Any] = {

@@ -25,7 +25,8 @@ from penstock.models.fused_decode import FusedDecoder
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.parts import GroupedQueryAttention, dense_mlp
 from penstock.models.registry import build_model
-from penstock.models.weights import ALL, Part, Weights
+from penstock.models.sources.source import ALL, Part
+from penstock.models.weights import Weights
 from penstock.runner.kv_cache import allocate_kv_cache
 from penstock.worker.parts import make_parts
 

@@ -23,7 +23,8 @@ from penstock.messages.experts import ExpertMove, ExpertOrders
 from penstock.messages.kv_transfer import ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.models.experts import Experts, PlacedExperts
-from penstock.models.weights import ALL, Part, Weights
+from penstock.models.sources.source import ALL, Part
+from penstock.models.weights import Weights
 from penstock.parallel.groups import RankLinks
 from penstock.runner.expert_mover import ExpertMover, copy_expert
 from penstock.utils.errors import ConfigError

@@ -19,17 +19,10 @@ from penstock.engine.rank_identity import digest_weights
 from penstock.kernels.staging import Stager
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.registry import build_model
-from penstock.models.weights import (
-    ALL,
-    DummySource,
-    Part,
-    Weights,
-    WeightsDigest,
-    WeightSource,
-    direct,
-    open_weights,
-    staged,
-)
+from penstock.models.sources.dummy import DummySource
+from penstock.models.sources.opening import open_weights
+from penstock.models.sources.source import ALL, Part, WeightSource
+from penstock.models.weights import Weights, WeightsDigest, direct, staged
 from penstock.parallel.groups import NullGroup
 from penstock.utils.errors import ConfigError
 from penstock.worker.load import load_model

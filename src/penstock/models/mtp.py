@@ -20,7 +20,8 @@ from penstock.config.model import ModelConfig
 from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.weights import Weights, WeightSource
+from penstock.models.sources.source import WeightSource
+from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
 
 

@@ -6,20 +6,15 @@ it expects. A tensor that is missing, misshapen or unreadable is one `ConfigErro
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from msgspec import structs
-from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from penstock.config.expert_parallel import ExpertParallelConfig
-from penstock.config.model import read_json
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
@@ -33,38 +28,11 @@ from penstock.layers.linear import (
     SummingLinear,
 )
 from penstock.messages.tensor_rows import TensorRows
+from penstock.models.sources.source import ALL, Part, WeightSource
 from penstock.parallel.groups import ALONE, TensorGroup
 from penstock.parallel.topology import Share
 from penstock.utils.digest import digest_rows
 from penstock.utils.errors import ConfigError
-
-_INDEX = "model.safetensors.index.json"
-_PROGRESS_DELAY_SECONDS = 2.0
-_DUMMY_STD = 0.02
-_FP8_SCALE = "_scale_inv"
-_DUMMY_POOL = 1 << 22
-_HOST = torch.device("cpu")
-
-
-Part = tuple[slice, ...]
-"""Part of a tensor: an interval of each dimension, starting with the first; omitted dimensions are whole."""
-ALL: Part = (slice(None),)
-
-
-class WeightSource(Protocol):
-    """The source of tensors; they stay valid after it is closed."""
-
-    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        """Reads that part of the tensor, in its stored dtype, and nothing else. `shape` is the whole tensor's.
-
-        Raises ConfigError if it is missing or has another shape.
-        """
-        ...
-
-    def has(self, name: str) -> bool: ...
-
-    def close(self) -> None: ...
-
 
 Delivery = Callable[[Iterable[torch.Tensor], Sequence[int], torch.dtype, torch.device], torch.Tensor]
 """Converts stored tensors to the model's: concatenated along their first dimension, with this total shape."""
@@ -315,143 +283,3 @@ class Weights:
         tensor = self.source.read(self.prefix + name, shape, part)
         self.digest.add(self.prefix + name, shape, part, tensor, axis)
         return tensor
-
-
-class CheckpointSource:
-    """The safetensors files of a checkpoint folder: one file, or shards with an index."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file_of = _locate(folder)
-        self._folder = folder
-        self._open_files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
-        total = len(self._file_of)
-        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_SECONDS)
-
-    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
-            raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
-        try:
-            stored = self._open_files[file].get_slice(name)
-            found, tensor = list(stored.get_shape()), stored[part]
-        except SafetensorError as error:
-            raise ConfigError(f"{self._folder / file}: cannot read {name!r}: {error}") from None
-        if found != list(shape):
-            raise ConfigError(f"{self._folder / file}: {name!r} has shape {found}, config.json asks for {list(shape)}")
-        self._progress.update()
-        return tensor
-
-    def has(self, name: str) -> bool:
-        return name in self._file_of
-
-    def close(self) -> None:
-        self._progress.close()
-        self._open_files.clear()
-
-
-class BlockFP8Source:
-    """The tensors of another source, of which those in blocks of 8-bit floats become bfloat16 when they are read.
-
-    `NAME.weight` of float8_e4m3fn has a scale for every block in `NAME.weight_scale_inv` (DeepSeek-V3,
-    arXiv:2412.19437): a value is the stored number times its block's scale in float32, rounded to bfloat16.
-    """
-
-    def __init__(self, source: WeightSource, block: tuple[int, int]) -> None:
-        """`block` is the number of rows and of columns that share a scale."""
-        self._source = source
-        self._block = block
-
-    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        stored = self._source.read(name, shape, part)
-        if stored.dtype != torch.float8_e4m3fn:
-            return stored
-        *others, rows, columns = shape
-        counts = [-(-size // count) for size, count in zip((rows, columns), self._block, strict=True)]
-        whole = (*part, *[slice(None)] * (len(shape) - len(part)))
-        scales = self._source.read(name + _FP8_SCALE, (*others, *counts), whole[:-2] or ALL).float()
-        for axis, size, count in ((-2, rows, self._block[0]), (-1, columns, self._block[1])):
-            chosen = torch.arange(size)[whole[axis]] // count
-            scales = scales.index_select(axis, chosen.to(scales.device))
-        return (stored.float() * scales).bfloat16()
-
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
-    def close(self) -> None:
-        self._source.close()
-
-
-class DummySource:
-    """Random weights that depend only on the tensor's name: norms are one, biases and d2t zero, the rest normal.
-
-    They are generated on the requested device, and are the same everywhere.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(0)).mul_(_DUMMY_STD).bfloat16()
-        self._pool = pool.to(device)
-
-    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        rows, columns = range(shape[0])[part[0]], (slice(None), *part[1:])
-        shape = (len(rows), *shape[1:])
-        if len(shape) == 1:
-            make = torch.zeros if name.endswith(("bias", "d2t")) else torch.ones
-            return make(shape, device=self._device)
-        count = torch.Size(shape).numel()
-        first = rows.start * torch.Size(shape[1:]).numel()
-        pool = self._pool.roll((zlib.crc32(name.encode()) - first) % _DUMMY_POOL)
-        values = torch.empty(count, dtype=pool.dtype, device=self._device)
-        num_whole = count // _DUMMY_POOL
-        values[: num_whole * _DUMMY_POOL].view(num_whole, _DUMMY_POOL).copy_(pool.expand(num_whole, -1))
-        values[num_whole * _DUMMY_POOL :].copy_(pool[: count % _DUMMY_POOL])
-        return values.view(shape)[columns].contiguous()
-
-    def has(self, name: str) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._pool = torch.empty(0)
-
-
-def open_weights(
-    folder: Path, load_format: str, device: torch.device = _HOST, fp8_block: tuple[int, int] | None = None
-) -> WeightSource:
-    """Opens the source for `load_format` "auto" or "dummy", which generates its tensors on `device`.
-
-    `fp8_block` is as in `ModelConfig`.
-    """
-    if load_format == "dummy":
-        return DummySource(device)
-    source = CheckpointSource(folder)
-    return source if fp8_block is None else BlockFP8Source(source, fp8_block)
-
-
-def checkpoint_bytes(folder: Path) -> int:
-    """Returns the size of the checkpoint's weight files in bytes."""
-    return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
-
-
-def _locate(folder: Path) -> dict[str, str]:
-    """Returns tensor name -> file name. Raises ConfigError if files are missing or cannot be read."""
-    index = read_json(folder / _INDEX)
-    if index is not None:
-        file_of = index.get("weight_map")
-        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-            raise ConfigError(f"{folder / _INDEX} must map tensor names to file names in weight_map")
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{folder} holds no *.safetensors file; other weight formats must be converted first")
-        file_of = {name: file for file in files for name in _open(folder / file).keys()}  # noqa: SIM118
-    missing = sorted({file for file in file_of.values() if not (folder / file).is_file()})
-    if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} weight file(s) named in {_INDEX}: {', '.join(missing[:3])}")
-    return file_of
-
-
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is truncated or not a safetensors file: {error}") from None

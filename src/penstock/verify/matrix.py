@@ -19,7 +19,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.frontend.front_end import build_front_end
 from penstock.messages.requests import EngineRequest
 from penstock.models.mtp import has_mtp
-from penstock.models.weights import open_weights
+from penstock.models.sources.opening import open_weights
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.verify.rows import Row, Seen, make_rows, plain_arguments

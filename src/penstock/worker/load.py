@@ -18,7 +18,9 @@ from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
 from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
-from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
+from penstock.models.sources.checkpoint import checkpoint_bytes
+from penstock.models.sources.opening import open_weights
+from penstock.models.weights import Weights, WeightsDigest, compare, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES

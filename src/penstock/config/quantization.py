@@ -1,0 +1,191 @@
+"""How a checkpoint's weights are quantized, from `quantization_config` in `config.json`.
+
+Formats store different tensors, so the tensors tell which layers are quantized, with how many bits and in what groups:
+that several kinds and unquantized layers are mixed is the normal case. Here is what the tensors do not tell, and the
+refusal of what Penstock does not compute, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.utils.errors import ConfigError
+
+FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", "mxfp4"
+_AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+_SERVED = (FP8, COMPRESSED, GPTQ, AWQ, MXFP4, _AUTO_ROUND[0])
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """`method` names the format. `group` is the number of inputs that share a scale, where all layers have the same;
+    else 0. With `counts_zeros_from_one` the stored zero points are one less than they mean (GPTQ's first version).
+    """
+
+    method: str
+    group: int = 0
+    counts_zeros_from_one: bool = False
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
+    rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
+
+    def quantizes_inputs(self, layer: str) -> bool:
+        """Whether the inputs of a linear layer with weights in 8-bit integers are quantized as well.
+
+        A target is a layer's name, a pattern after "re:", or a class, of which only "Linear" has weights here.
+        """
+        return any(
+            re.match(target[3:], layer) is not None if target.startswith("re:") else target in (layer, "Linear")
+            for target in self.rounds_inputs
+        )
+
+
+def read_quantization(path: Path, raw: Mapping[str, Any] | None) -> QuantizationConfig | None:
+    """Returns None if the weights are not quantized. Raises ConfigError if they are in a way that is not served."""
+    if not raw:
+        return None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path}: quantization_config must be a JSON object, got {raw!r}")
+    reader = _Reader(path, raw)
+    method = raw.get("quant_method")
+    if method == FP8:
+        return _read_fp8(reader)
+    if method == COMPRESSED:
+        return _read_compressed(reader)
+    if method == GPTQ:
+        return _read_gptq(reader)
+    if method == AWQ:
+        return _read_awq(reader)
+    if method in _AUTO_ROUND:
+        return _read_auto_round(reader)
+    if method == MXFP4:
+        return QuantizationConfig(MXFP4, 32)
+    raise ConfigError(
+        f"{path} is quantized with quant_method {method!r}, which is not supported: use a checkpoint in "
+        f"{', '.join(_SERVED)}, or one that is not quantized"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    path: Path
+    fields: Mapping[str, Any]
+    prefix: str = "quantization_config"
+
+    def __truediv__(self, name: str) -> _Reader:
+        """Returns the reader of an object in a field, without fields if it is absent or null."""
+        fields: Any = self.fields.get(name) or {}
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{self.path}: {self.prefix}.{name} must be a JSON object, got {fields!r}")
+        return _Reader(self.path, fields, f"{self.prefix}.{name}")  # pyright: ignore[reportUnknownArgumentType]
+
+    def check(self, name: str, served: Sequence[object], default: object = None) -> Any:
+        """Returns a field, which must be among the served values."""
+        value = self.fields.get(name, default)
+        # True equals 1, so the types are compared too.
+        if not any(type(value) is type(each) and value == each for each in served):
+            values = ", ".join(f"{each!r}" for each in served)
+            raise ConfigError(
+                f"{self.path}: {self.prefix}.{name} is {value!r}, and Penstock reads {values}: use another checkpoint"
+            )
+        return value
+
+    def group(self, name: str = "group_size") -> int:
+        """Returns a number of inputs, 0 for all (-1)."""
+        value = self.fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and (value < 16 or value % 16)):
+            raise ConfigError(
+                f"{self.path}: {self.prefix}.{name} is {value!r}: it must be a multiple of 16, or -1 for one scale per "
+                "row"
+            )
+        return max(0, value)
+
+
+def _read_fp8(reader: _Reader) -> QuantizationConfig:
+    reader.check("fmt", (None, "e4m3"))
+    block = _read_block(reader, "weight_block_size")
+    return QuantizationConfig(FP8, block=block)
+
+
+def _read_block(reader: _Reader, name: str) -> tuple[int, int] | None:
+    block: Any = reader.fields.get(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        raise ConfigError(f"{reader.path}: {reader.prefix}.{name} must be two positive integers, got {block!r}")
+    rows, columns = block  # pyright: ignore[reportUnknownVariableType]
+    return rows, columns
+
+
+def _read_gptq(reader: _Reader) -> QuantizationConfig:
+    reader.check("bits", _BITS)
+    reader.check("pack_dtype", (None, "int32"))
+    # Marlin and others rearrange what is stored.
+    stored = reader.check("checkpoint_format", (None, "gptq", "gptq_v2"))
+    return QuantizationConfig(GPTQ, reader.group(), counts_zeros_from_one=stored != "gptq_v2")
+
+
+def _read_awq(reader: _Reader) -> QuantizationConfig:
+    reader.check("bits", (4,))
+    version = reader.fields.get("version")
+    if str(version).lower() not in ("gemm", "none"):
+        reader.check("version", ("gemm",))
+    return QuantizationConfig(AWQ, reader.group())
+
+
+def _read_auto_round(reader: _Reader) -> QuantizationConfig:
+    packing = reader.check("packing_format", ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq"))
+    reader.check("data_type", (None, "int"))
+    reader.check("act_bits", (None, 16, 32))
+    return _read_awq(reader) if packing.endswith("awq") else _read_gptq(reader)
+
+
+def _read_compressed(reader: _Reader) -> QuantizationConfig:
+    for name in ("sparsity_config", "transform_config"):
+        options = reader / name
+        if any(options.fields.get(key) not in (None, "dense", {}, []) for key in ("format", "config_groups")):
+            raise ConfigError(f"{reader.path}: {options.prefix} is not supported: use another checkpoint")
+    groups, rounds_inputs = reader / "config_groups", list[str]()
+    sizes, blocks = set[int](), set[tuple[int, int] | None]()
+    for name in groups.fields:
+        group = groups / name
+        weights, inputs = group / "weights", group / "input_activations"
+        targets: Any = group.fields.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):  # pyright: ignore[reportUnknownVariableType]
+            raise ConfigError(f"{reader.path}: {group.prefix}.targets must be a list of names, got {targets!r}")
+        if not weights.fields:
+            raise ConfigError(f"{reader.path}: {group.prefix}.weights is missing: its weights are not quantized")
+        kind = weights.check("type", ("int", "float"), "int")
+        weights.check("num_bits", _BITS if kind == "int" else (8,), 8)
+        strategy = weights.check("strategy", ("group", "channel", "tensor", *(("block",) if kind == "float" else ())))
+        if strategy == "group":
+            sizes.add(weights.group())
+        blocks.add(_read_block(weights, "block_structure") if strategy == "block" else None)
+        if kind == "int" and inputs.fields:
+            weights.check("num_bits", (8,), 8)
+            weights.check("strategy", ("channel", "tensor"))
+            for field, served in (("type", "int"), ("num_bits", 8), ("strategy", "token"), ("symmetric", True)):
+                inputs.check(field, (served,), {"type": "int", "num_bits": 8, "symmetric": True}.get(field))
+            inputs.check("dynamic", (True,))
+            rounds_inputs += _check_patterns(reader, targets)  # pyright: ignore[reportUnknownArgumentType]
+    if len(blocks - {None}) > 1:
+        raise ConfigError(f"{reader.path}: {groups.prefix} have blocks of several sizes: use another checkpoint")
+    return QuantizationConfig(
+        COMPRESSED,
+        group=sizes.pop() if len(sizes) == 1 else 0,
+        block=next(iter(blocks - {None}), None),
+        rounds_inputs=tuple(rounds_inputs),
+    )
+
+
+def _check_patterns(reader: _Reader, targets: Sequence[str]) -> Sequence[str]:
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise ConfigError(f"{reader.path}: the target {target!r} is not a regular expression: {error}") from None
+    return targets

@@ -1,0 +1,79 @@
+"""The tensors of a checkpoint's safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from penstock.config.model import read_json
+from penstock.models.sources.source import ALL, Part
+from penstock.utils.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_PROGRESS_DELAY_SECONDS = 2.0
+
+
+class CheckpointSource:
+    """The safetensors files of a checkpoint folder: one file, or shards with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of = _locate(folder)
+        self._folder = folder
+        self._open_files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
+        total = len(self._file_of)
+        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_SECONDS)
+
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
+        try:
+            stored = self._open_files[file].get_slice(name)
+            found, tensor = list(stored.get_shape()), stored[part]
+        except SafetensorError as error:
+            raise ConfigError(f"{self._folder / file}: cannot read {name!r}: {error}") from None
+        if found != list(shape):
+            raise ConfigError(f"{self._folder / file}: {name!r} has shape {found}, config.json asks for {list(shape)}")
+        self._progress.update()
+        return tensor
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def close(self) -> None:
+        self._progress.close()
+        self._open_files.clear()
+
+
+def checkpoint_bytes(folder: Path) -> int:
+    """Returns the size of the checkpoint's weight files in bytes."""
+    return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
+
+
+def _locate(folder: Path) -> dict[str, str]:
+    """Returns tensor name -> file name. Raises ConfigError if files are missing or cannot be read."""
+    index = read_json(folder / _INDEX)
+    if index is not None:
+        file_of = index.get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+            raise ConfigError(f"{folder / _INDEX} must map tensor names to file names in weight_map")
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{folder} holds no *.safetensors file; other weight formats must be converted first")
+        file_of = {name: file for file in files for name in _open(folder / file).keys()}  # noqa: SIM118
+    missing = sorted({file for file in file_of.values() if not (folder / file).is_file()})
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} weight file(s) named in {_INDEX}: {', '.join(missing[:3])}")
+    return file_of
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is truncated or not a safetensors file: {error}") from None
