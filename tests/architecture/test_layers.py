@@ -93,7 +93,7 @@ MODEL_BASES = {"sources", "interface", "weights", "norms", "parts", "decoder", "
 
 # Third-party package -> the only modules that import it.
 IMPORTERS = {
-    "safetensors": {"models.weights"},
+    "safetensors": {"models.sources.checkpoint"},
     "huggingface_hub": {"config.model_path"},
     "jinja2": {"tokenizer.chat_template"},
     "zmq": {"engine.kv_events", "router.kv_subscriptions"},

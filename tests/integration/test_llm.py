@@ -396,7 +396,7 @@ def break_rope(folder: Path) -> None:
 
 
 def quantize(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"})
 
 
 def change_activation(folder: Path) -> None:

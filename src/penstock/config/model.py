@@ -29,6 +29,7 @@ from penstock.config.families import (
     with_defaults,
 )
 from penstock.config.latent import LatentConfig, read_latent
+from penstock.config.quantization import QuantizationConfig, read_quantization
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
@@ -42,12 +43,11 @@ class ModelConfig:
     """A transformer: a decoder, or with `encoder` an encoder, which has no rotary embedding and no RMS norms.
 
     `intermediate_size` is that of the layers without experts. `max_position_embeddings` is the longest context in
-    tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. `rms_norm_eps` is that of
-    all norms of a decoder, whatever their kind. With `latent`, the one KV head of size `head_dim` is what the cache
-    stores of a token. With `fp8_block` weights are 8-bit floats with a scale for every block of so many rows and
-    columns. `attn_logit_softcapping` limits attention scores, unless it is 0; sinks are one learned number per query
-    head (`Softmax` in `kernels/paged_attention.py` has the formulas). `wrapper` is the model type of the multimodal
-    model of which this is the text part.
+    tokens; `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention. `rms_norm_eps` is that
+    of all norms of a decoder, whatever their kind. With `latent`, the one KV head of size `head_dim` is what the
+    cache stores of a token. `attn_logit_softcapping` limits attention scores, unless it is 0; sinks are one learned
+    number per query head (`Softmax` in `kernels/paged_attention.py` has the formulas). `wrapper` is the model type
+    of the multimodal model of which this is the text part.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
-    fp8_block: tuple[int, int] | None = None
+    quantization: QuantizationConfig | None = None
     attn_logit_softcapping: float = 0.0
     has_attention_sinks: bool = False
     window_rope: RopeConfig | None = None  # of the layers with a window, if it is not `rope`
@@ -166,7 +166,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         path=path,
         model_type=raw["model_type"],
         architecture=(raw.get("architectures") or [""])[0],
-        dtype=_resolve_dtype(dtype, str(raw.get("dtype") or raw.get("torch_dtype") or "float32")),
+        dtype=_resolve_dtype(dtype, _stored_dtype(raw)),
         vocab_size=_positive(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive(raw, "intermediate_size"),
@@ -188,7 +188,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         encoder=encoder,
         latent=latent,
         experts=read_experts(raw),
-        fp8_block=_parse_quantization(path, raw.get("quantization_config")),
+        quantization=read_quantization(path, raw.get("quantization_config")),
         attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),
         has_attention_sinks=raw["model_type"] == "gpt_oss",
         window_rope=ropes.window_rope,
@@ -199,20 +199,6 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     )
 
 
-def _parse_quantization(path: Path, raw: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Returns the blocks of an FP8 checkpoint; None if its weights are not quantized."""
-    if not raw:
-        return None
-    block: Any = raw.get("weight_block_size")
-    if raw.get("quant_method") == "fp8" and block and all(isinstance(size, int) and size > 0 for size in block):
-        rows, columns = block
-        return rows, columns
-    raise ConfigError(
-        f"{path} is quantized with quant_method {raw.get('quant_method')!r} and weight_block_size {block!r}, which is "
-        "not supported: use a bfloat16, float16 or float32 checkpoint, or one in FP8 with blocks such as [128, 128]"
-    )
-
-
 def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int:
     """Returns an integer field of at least 1; `default` replaces a missing or null one."""
     value = raw[name] if default is None else raw.get(name)
@@ -220,6 +206,12 @@ def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
     return value
+
+
+def _stored_dtype(raw: Mapping[str, Any]) -> str:
+    """Returns the checkpoint's dtype; that of quantized weights is bfloat16, though GPTQ and AWQ name float16."""
+    stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return "bfloat16" if raw.get("quantization_config") and stored in ("float16", "half") else stored
 
 
 def _resolve_dtype(asked: str, stored: str) -> str:

@@ -33,6 +33,11 @@ class QuantizationConfig:
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
     rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
 
+    @property
+    def expansion(self) -> int:
+        """How many times larger the weights are in 16 bits, at most."""
+        return 2 if self.method == FP8 else 4
+
     def quantizes_inputs(self, layer: str) -> bool:
         """Whether the inputs of a linear layer with weights in 8-bit integers are quantized as well.
 

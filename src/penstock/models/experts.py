@@ -35,7 +35,7 @@ from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
 from penstock.models.decoder import DecoderLayer
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp, halves_of_pairs
-from penstock.models.weights import Weights
+from penstock.models.weights import LayerWeight, Weights, dense, reordered
 from penstock.parallel.groups import gather_rows
 from penstock.parallel.topology import Share
 from penstock.utils.errors import ConfigError
@@ -309,6 +309,7 @@ def _load_experts(
         if expert == SPARE:
             continue
         gate_up, down, biases = read(experts, hidden, weights, names, expert)
+        gate_up, down = dense(gate_up), dense(down)
         made.store(slot, gate_up, down, biases)
         for name, stored, weight in zip(("gate_up", "down"), made.weights(slot), (gate_up, down), strict=True):
             weights.check(f"{weights.prefix}experts.{expert}.{name}", stored, weight)
@@ -326,14 +327,14 @@ def _make_grouped(
     return make_experts(shape, has_biases, allocate=allocate)
 
 
-_Expert = tuple[torch.Tensor, torch.Tensor, Biases | None]
+_Expert = tuple[LayerWeight, LayerWeight, Biases | None]
 
 
 def _read_single(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
     """Returns this rank's gate and up rows, [2 own I, H], its rows of down, [own H, I], and their biases if any."""
     inner, own = experts.intermediate_size, weights / "experts" / expert
-    gate_up = own.tensors({f"{names.gate}.weight": inner, f"{names.up}.weight": inner}, hidden)
-    return gate_up, own.tensors({f"{names.down}.weight": hidden}, inner), None
+    gate_up = own.layer_weight({f"{names.gate}.weight": inner, f"{names.up}.weight": inner}, hidden)
+    return gate_up, own.layer_weight({f"{names.down}.weight": hidden}, inner), None
 
 
 def _read_fused(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
@@ -347,18 +348,21 @@ def _read_fused(experts: ExpertsConfig, hidden: int, weights: Weights, names: _N
 
 
 def _read_interleaved(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
-    """Does the same for gpt-oss' tensors of all experts, [inputs, outputs] each, in which gate and up alternate."""
+    """Does the same for gpt-oss' tensors of all experts, in which gate and up alternate.
+
+    Each expert is [inputs, outputs], but [outputs, inputs] in 4-bit floats.
+    """
     count, inner, share = experts.num_experts, experts.intermediate_size, weights.share
     gate, own = share.part(inner), [share.part(hidden)]
     pairs = [range(2 * gate.start, 2 * gate.stop)]
     order = halves_of_pairs(len(pairs[0]))
-    shapes = {"gate_up_proj": (count, hidden, 2 * inner), "down_proj": (count, inner, hidden)}
-    gate_up, down = (
-        weights.of_expert(f"experts.{name}", expert, shape, rows, is_transposed=True)
-        for (name, shape), rows in zip(shapes.items(), (pairs, own), strict=True)
-    )
-    gate_up_bias, down_bias = (
-        weights.of_expert(f"experts.{name}_bias", expert, (count, shape[2]), rows)
-        for (name, shape), rows in zip(shapes.items(), (pairs, own), strict=True)
-    )
-    return gate_up[order], down, Biases(gate_up_bias[order], down_bias)
+    is_transposed = not weights.has("experts.gate_up_proj_blocks")
+
+    def read(name: str, width: int, num_rows: int, rows: Sequence[range]) -> tuple[LayerWeight, torch.Tensor]:
+        shape = (count, width, num_rows) if is_transposed else (count, num_rows, width)
+        bias = weights.of_expert(f"experts.{name}_bias", expert, (count, num_rows), rows)
+        return weights.of_expert(f"experts.{name}", expert, shape, rows, is_transposed), dense(bias)
+
+    gate_up, gate_up_bias = read("gate_up_proj", hidden, 2 * inner, pairs)
+    down, down_bias = read("down_proj", inner, hidden, own)
+    return reordered(gate_up, order), down, Biases(gate_up_bias[order], down_bias)

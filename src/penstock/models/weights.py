@@ -16,6 +16,7 @@ from msgspec import structs
 
 from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.kernels.dispatch import has_gpu_kernels
+from penstock.kernels.quantized import QuantizedWeight
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
@@ -63,26 +64,48 @@ def staged(
     return out
 
 
+_Piece = tuple[str, int, range]
+"""The name of a tensor, its number of rows, and those to read."""
+
+LayerWeight = torch.Tensor | QuantizedWeight
+"""The weight of a linear layer, [out_features, in_features], as the checkpoint stores it."""
+
+
+def dense(weight: LayerWeight) -> torch.Tensor:
+    """Returns a weight's values."""
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
+def reordered(weight: LayerWeight, order: torch.Tensor) -> LayerWeight:
+    """Returns the rows of a weight in the given order, [rows] int64."""
+    return weight.reordered(order) if isinstance(weight, QuantizedWeight) else weight[order.to(weight.device)]
+
+
+def keeps_quantized(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether layers compute with quantized weights as they are; elsewhere they become the model's type when read."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and not has_gpu_kernels(device)
+
+
 class StoredWeight(Protocol):
     """A layer's weight in memory: of a `Linear`, of a `HeadsLinear`, or of one expert."""
 
     def dense_weight(self) -> torch.Tensor: ...
 
 
-Check = Callable[[str, StoredWeight, torch.Tensor], None]
+Check = Callable[[str, StoredWeight, LayerWeight], None]
 """Checks a layer, by name, against the weight that it was made of. Raises ConfigError if they differ."""
 
 
-def trust(name: str, stored: StoredWeight, weight: torch.Tensor) -> None:
+def trust(name: str, stored: StoredWeight, weight: LayerWeight) -> None:
     """Accepts a layer without a check (`Check`)."""
 
 
-def compare(name: str, stored: StoredWeight, weight: torch.Tensor) -> None:
+def compare(name: str, stored: StoredWeight, weight: LayerWeight) -> None:
     """Compares every element of a layer's weight with the tensor that it was made of (`Check`).
 
     Denormal numbers may have become zero. The copy for the comparison takes up to four times the layer's memory.
     """
-    found = stored.dense_weight()
+    found, weight = stored.dense_weight(), dense(weight)
     is_denormal = weight.abs() < torch.finfo(weight.dtype).tiny
     num_differing = int(((found != weight) & ~(is_denormal & (found == 0))).sum())
     if num_differing:
@@ -100,16 +123,22 @@ class WeightsDigest:
         self._has_bytes = has_bytes
         self._rows: dict[tuple[str, int, int], TensorRows] = {}
 
-    def add(self, name: str, shape: Sequence[int], part: Part, tensor: torch.Tensor, axis: int = 0) -> None:
-        """`tensor` is `part` of the tensor `name`, which has this `shape`: some rows, or with `axis` 1 some columns."""
+    def add(self, name: str, shape: Sequence[int], part: Part, tensor: LayerWeight, axis: int = 0) -> None:
+        """`tensor` is `part` of the tensor `name`, which has this `shape`: some rows, or with `axis` 1 some columns.
+
+        A quantized one counts as its values, since a layer computes the same with them, unless it quantizes its inputs.
+        """
         assert len(part) == axis + 1 and ALL * axis == part[:axis], f"{name}: {part} divides more than dimension {axis}"
         first, end, _ = part[axis].indices(shape[axis])
         if first >= end:
             return
         data: Iterable[np.ndarray] = ()
         if self._has_bytes:
-            data = tensor.movedim(axis, 0).contiguous().view(end - first, -1).view(torch.uint8).numpy()
-        dtype = str(tensor.dtype).removeprefix("torch.")
+            data = dense(tensor).movedim(axis, 0).contiguous().view(end - first, -1).view(torch.uint8).numpy()
+        if isinstance(tensor, QuantizedWeight):
+            dtype = "int8 times int8" if tensor.quantizes_inputs else "bfloat16"
+        else:
+            dtype = str(tensor.dtype).removeprefix("torch.")
         rows = TensorRows(name, dtype, tuple(shape), first, end, digest_rows(data, first), axis)
         known = self._rows.setdefault((name, first, end), rows)
         assert known == rows, f"{name} has been read twice, as {known} and as {rows}"
@@ -151,7 +180,7 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
-        return self.delivery([self._read(name, shape)], shape, self.dtype, self.device)
+        return self._delivered([self._read(name, shape)], shape)
 
     def whole(self) -> Weights:
         """Returns the view that delivers whole tensors to every rank."""
@@ -167,32 +196,62 @@ class Weights:
 
         `own` names them, by default this rank's share of each tensor.
         """
-        own = {name: self.share.part(count) for name, count in rows.items()} if own is None else own
-        return self._rows([(name, count, own[name]) for name, count in rows.items()], *width)
+        return self._delivered(*self._read_rows(self._pieces(rows, own), *width))
 
-    def _rows(self, pieces: Sequence[tuple[str, int, range]], *width: int) -> torch.Tensor:
-        """Returns rows of tensors, each piece given by a name, the tensor's number of rows and those to read."""
+    def layer_weight(self, rows: Mapping[str, int], width: int) -> LayerWeight:
+        """Returns what `tensors` returns, quantized if the checkpoint's tensors are and a layer computes with them."""
+        return self._joined(*self._read_rows(self._pieces(rows), width))
+
+    def _pieces(
+        self, rows: Mapping[str, int], own: Mapping[str, range] | None = None, stored_as: str | None = None
+    ) -> list[_Piece]:
+        """Returns this rank's pieces of tensors, or of the one tensor that has them all, one after another."""
+        own = {name: self.share.part(count) for name, count in rows.items()} if own is None else own
+        if stored_as is None:
+            return [(name, count, own[name]) for name, count in rows.items()]
+        total, pieces, first = sum(rows.values()), list[_Piece](), 0
+        for name, count in rows.items():
+            pieces.append((stored_as, total, range(first + own[name].start, first + own[name].stop)))
+            first += count
+        return pieces
+
+    def _read_rows(self, pieces: Sequence[_Piece], *width: int) -> tuple[Iterable[LayerWeight], Sequence[int]]:
+        """Returns the pieces, which are read one after another, and the shape of all together."""
         parts = (self._read(name, (count, *width), (slice(own.start, own.stop),)) for name, count, own in pieces)
-        return self.delivery(parts, (sum(len(own) for _, _, own in pieces), *width), self.dtype, self.device)
+        return parts, (sum(len(own) for _, _, own in pieces), *width)
+
+    def _delivered(self, parts: Iterable[LayerWeight], shape: Sequence[int]) -> torch.Tensor:
+        return self.delivery(map(dense, parts), shape, self.dtype, self.device)
+
+    def _joined(self, parts: Iterable[LayerWeight], shape: Sequence[int]) -> LayerWeight:
+        """Returns the rows of all parts, quantized if they are of one kind."""
+        if not keeps_quantized(self.dtype, self.device):
+            return self._delivered(parts, shape)
+        parts = list(parts)
+        quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if len(quantized) < len(parts) or not all(each.is_like(quantized[0]) for each in quantized):
+            return self._delivered(parts, shape)
+        return QuantizedWeight.cat(quantized)
 
     def of_expert(
         self, name: str, expert: int, shape: Sequence[int], own: Sequence[range], is_transposed: bool = False
-    ) -> torch.Tensor:
+    ) -> LayerWeight:
         """Returns [sum of `own`, *shape[2:]]: these rows of one expert's part of the tensor `prefix + name`, which has
         all experts and this shape; or, `is_transposed`, these of its columns, [sum of `own`, shape[1]].
 
         The digest knows it as a tensor of the rows of all experts, one expert after another.
         """
         num_rows, *width = (shape[2], shape[1]) if is_transposed else shape[1:]
-        name, parts = self.prefix + name, list[torch.Tensor]()
+        name, parts = self.prefix + name, list[LayerWeight]()
         for rows in own:
             place = (slice(None), slice(rows.start, rows.stop)) if is_transposed else (slice(rows.start, rows.stop),)
-            part = self.source.read(name, shape, (slice(expert, expert + 1), *place))[0]
-            part = part.T if is_transposed else part
+            part = self.source.read(name, shape, (slice(expert, expert + 1), *place))
+            if not isinstance(part, QuantizedWeight):
+                part = part[0].T if is_transposed else part[0]
             flat = slice(expert * num_rows + rows.start, expert * num_rows + rows.stop)
             self.digest.add(name, (shape[0] * num_rows, *width), (flat,), part)
             parts.append(part)
-        return self.delivery(parts, (sum(map(len, own)), *width), self.dtype, self.device)
+        return self._joined(parts, (sum(map(len, own)), *width))
 
     def linear(
         self,
@@ -210,12 +269,14 @@ class Weights:
         if one is given ([own features] int64). `stored_as` is the one tensor that has all of them, one after another,
         in a checkpoint that stores them so.
         """
-        own = {name: self.share.part(count) for name, count in outputs.items()} if own is None else own
-        weight = self._read_projections("weight", outputs, own, stored_as, width)
-        biases = self._read_projections("bias", outputs, own, stored_as) if bias else None
+        pieces = self._pieces(outputs, own, stored_as)
+        weight = self._joined(*self._read_rows([(f"{name}.weight", *rest) for name, *rest in pieces], width))
+        biases = None
+        if bias:
+            biases = self._delivered(*self._read_rows([(f"{name}.bias", *rest) for name, *rest in pieces]))
         if order is not None:
-            order = order.to(weight.device)
-            weight, biases = weight[order], None if biases is None else biases[order]
+            weight = reordered(weight, order)
+            biases = None if biases is None else biases[order.to(biases.device)]
         return self.linear_of(stored_as or ", ".join(outputs), weight, biases, is_wide)
 
     def whole_linear(
@@ -231,8 +292,7 @@ class Weights:
             return GatheringLinear(Gather(self.group, widths), self.whole_linear(name, size, width, bias))
         first = sum(widths[:index])
         own = (slice(None), slice(first, first + widths[index]))
-        weight = self._read(f"{name}.weight", (size, width), own, axis=1)
-        weight = self.delivery([weight], (size, widths[index]), self.dtype, self.device)
+        weight = self._joined([self._read(f"{name}.weight", (size, width), own, axis=1)], (size, widths[index]))
         biases = self.tensor(f"{name}.bias", size) if bias and index == 0 else None
         return SummingLinear(self.linear_of(name, weight, biases), self.group)
 
@@ -245,27 +305,16 @@ class Weights:
         """Combines a layer with this rank's share of `size` features with those of the other ranks."""
         return GatheredLinear(linear, self.group, size)
 
-    def _read_projections(
-        self, kind: str, outputs: Mapping[str, int], own: Mapping[str, range], stored_as: str | None, *width: int
-    ) -> torch.Tensor:
-        if stored_as is None:
-            return self._rows([(f"{name}.{kind}", count, own[name]) for name, count in outputs.items()], *width)
-        total, pieces, first = sum(outputs.values()), list[tuple[str, int, range]](), 0
-        for name, count in outputs.items():
-            pieces.append((f"{stored_as}.{kind}", total, range(first + own[name].start, first + own[name].stop)))
-            first += count
-        return self._rows(pieces, *width)
-
     def check_on_cpu(self, what: str) -> None:
         """Raises ConfigError on a GPU, and where a CPU stands for one, since its kernels lack `what`."""
         if has_gpu_kernels(self.device):
             raise ConfigError(f"the model has {what}, which is computed on a CPU only (--device cpu)")
 
     def linear_of(
-        self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False
+        self, name: str, weight: LayerWeight, bias: torch.Tensor | None = None, is_wide: bool = False
     ) -> Linear:
         """Returns a layer of an existing weight, [out_features, in_features]; errors call it `prefix + name`."""
-        linear = Linear(weight, bias, self.deterministic, is_wide)
+        linear = Linear(dense(weight), bias, self.deterministic, is_wide)
         self.check(self.prefix + name, linear, weight)
         return linear
 
@@ -277,9 +326,9 @@ class Weights:
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the tensor as int64, for tensors of ids."""
-        return self._read(name, shape).to(device=self.device, dtype=torch.int64)
+        return dense(self._read(name, shape)).to(device=self.device, dtype=torch.int64)
 
-    def _read(self, name: str, shape: Sequence[int], part: Part = ALL, axis: int = 0) -> torch.Tensor:
+    def _read(self, name: str, shape: Sequence[int], part: Part = ALL, axis: int = 0) -> LayerWeight:
         tensor = self.source.read(self.prefix + name, shape, part)
         self.digest.add(self.prefix + name, shape, part, tensor, axis)
         return tensor

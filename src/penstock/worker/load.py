@@ -20,7 +20,7 @@ from penstock.models.pooling_head import PoolingHead, read_pooling_head
 from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
 from penstock.models.sources.checkpoint import checkpoint_bytes
 from penstock.models.sources.opening import open_weights
-from penstock.models.weights import Weights, WeightsDigest, compare, trust
+from penstock.models.weights import Weights, WeightsDigest, compare, keeps_quantized, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES
@@ -43,8 +43,9 @@ def load_model(
     device, memory = torch.device(config.device), parts.memory
     is_read = config.load_format != "dummy" and parts.has_memory
     if is_read:
-        # 8-bit floats become twice as large.
-        num_bytes = checkpoint_bytes(config.model.path) * (1 if config.model.fp8_block is None else 2)
+        num_bytes = checkpoint_bytes(config.model.path)
+        if config.model.quantization is not None and not keeps_quantized(TORCH_DTYPES[config.model.dtype], device):
+            num_bytes *= config.model.quantization.expansion
         # Engines that share experts have the other layers several times, which are small in comparison.
         num_ranks = config.parallel.num_ranks * config.parallel.num_joint_engines
         needed, available = num_bytes // num_ranks, memory.available()
@@ -66,7 +67,7 @@ def load_model(
     def weights_of(shape: ModelConfig) -> Iterator[Weights]:
         # Only the identity of KV that leaves the engine needs the digests.
         digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
-        opened = closing(open_weights(shape.path, config.load_format, device, shape.fp8_block))
+        opened = closing(open_weights(shape.path, config.load_format, device, shape.quantization))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             yield Weights(
                 source,

@@ -28,18 +28,29 @@ class CheckpointSource:
         self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_SECONDS)
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
-            raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
+        found = self.shape(name)
+        if found != tuple(shape):
+            raise ConfigError(
+                f"{self._file(name)}: {name!r} has shape {list(found)}, config.json asks for {list(shape)}"
+            )
         try:
-            stored = self._open_files[file].get_slice(name)
-            found, tensor = list(stored.get_shape()), stored[part]
+            tensor = self._open_files[self._file_of[name]].get_slice(name)[part]
         except SafetensorError as error:
-            raise ConfigError(f"{self._folder / file}: cannot read {name!r}: {error}") from None
-        if found != list(shape):
-            raise ConfigError(f"{self._folder / file}: {name!r} has shape {found}, config.json asks for {list(shape)}")
+            raise ConfigError(f"{self._file(name)}: cannot read {name!r}: {error}") from None
         self._progress.update()
         return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns a tensor's shape. Raises ConfigError if it is missing."""
+        if name not in self._file_of:
+            raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
+        try:
+            return tuple(self._open_files[self._file_of[name]].get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ConfigError(f"{self._file(name)}: cannot read {name!r}: {error}") from None
+
+    def _file(self, name: str) -> Path:
+        return self._folder / self._file_of[name]
 
     def has(self, name: str) -> bool:
         return name in self._file_of

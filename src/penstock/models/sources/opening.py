@@ -6,22 +6,26 @@ from pathlib import Path
 
 import torch
 
-from penstock.models.sources.block_fp8 import BlockFP8Source
+from penstock.config.quantization import QuantizationConfig
 from penstock.models.sources.checkpoint import CheckpointSource
 from penstock.models.sources.dummy import DummySource
+from penstock.models.sources.quantized import QuantizedSource
 from penstock.models.sources.source import WeightSource
 
 _HOST = torch.device("cpu")
 
 
 def open_weights(
-    folder: Path, load_format: str, device: torch.device = _HOST, fp8_block: tuple[int, int] | None = None
+    folder: Path,
+    load_format: str,
+    device: torch.device = _HOST,
+    quantization: QuantizationConfig | None = None,
 ) -> WeightSource:
     """Opens the source for `load_format` "auto" or "dummy", which generates its tensors on `device`.
 
-    `fp8_block` is as in `ModelConfig`.
+    `quantization` is as in `ModelConfig`.
     """
     if load_format == "dummy":
         return DummySource(device)
     source = CheckpointSource(folder)
-    return source if fp8_block is None else BlockFP8Source(source, fp8_block)
+    return source if quantization is None else QuantizedSource(source, quantization)

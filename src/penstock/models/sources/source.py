@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from penstock.kernels.quantized import QuantizedWeight
+
 Part = tuple[slice, ...]
 """Part of a tensor: an interval of each dimension, starting with the first; omitted dimensions are whole."""
 ALL: Part = (slice(None),)
@@ -15,8 +17,8 @@ ALL: Part = (slice(None),)
 class WeightSource(Protocol):
     """The source of tensors; they stay valid after it is closed."""
 
-    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        """Reads that part of the tensor, in its stored dtype, and nothing else. `shape` is the whole tensor's.
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor | QuantizedWeight:
+        """Reads that part of the tensor, as it is stored, and nothing else. `shape` is the whole tensor's.
 
         Raises ConfigError if it is missing or has another shape.
         """

@@ -1,0 +1,174 @@
+"""Formats of quantized checkpoints: every part of a tensor has the values that its format defines."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.config.quantization import read_quantization
+from penstock.kernels.quantized import QuantizedWeight
+from penstock.models.sources.opening import open_weights
+from penstock.models.sources.source import ALL, Part
+from penstock.models.weights import dense
+from penstock.utils.errors import ConfigError
+from tests.quantized_formats import FORMATS, Tensors, micro_floats
+
+ROWS, INPUTS = 48, 96
+WEIGHT = "layer.0.proj.weight"
+ROWS_ONLY: tuple[Part, ...] = (ALL, (slice(5, 19),), (slice(16, 40),))
+PARTS: tuple[Part, ...] = (
+    ALL,
+    (slice(5, 19),),
+    (slice(16, 40),),
+    (slice(None), slice(32, 96)),
+    (slice(1, 2), slice(32, 64)),
+)
+
+
+def read(folder: Path, tensors: Tensors, config: dict[str, Any], *parts: Part, shape: tuple[int, ...] = (ROWS, INPUTS)):
+    save_file(tensors, folder / "model.safetensors")
+    quantization = read_quantization(folder, json.loads(json.dumps(config)))
+    with closing(open_weights(folder, "auto", quantization=quantization)) as source:
+        assert source.has(WEIGHT)
+        assert not source.has("layer.0.other.weight")
+        return [source.read(WEIGHT, shape, part) for part in parts]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_part_has_the_values_of_the_format(name: str, tmp_path: Path) -> None:
+    config, write = FORMATS[name]
+    tensors, values = write(WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS) * 0.1)
+    parts = ROWS_ONLY if name == "int8 with int8 inputs" else PARTS
+    found = read(tmp_path, tensors, config, *parts)
+    for part, weight in zip(parts, found, strict=True):
+        assert torch.equal(dense(weight), values[part]), part
+        assert isinstance(weight, QuantizedWeight) == ("act-order" not in name)
+        if isinstance(weight, QuantizedWeight):
+            assert weight.quantizes_inputs == ("int8 inputs" in name)
+            assert weight.bits == (8 if "8" in name else 4)
+
+
+def test_what_is_not_quantized_passes_unchanged(tmp_path: Path) -> None:
+    weight = torch.randn(ROWS, INPUTS).bfloat16()
+    (found,) = read(tmp_path, {WEIGHT: weight}, FORMATS["gptq"][0], (slice(3, 7),))
+    assert torch.equal(dense(found), weight[3:7])
+    assert not isinstance(found, QuantizedWeight)
+
+
+def test_experts_of_four_bit_floats(tmp_path: Path) -> None:
+    name, shape = "layer.experts.gate_up_proj", (3, 16, 64)
+    tensors, values = micro_floats(name, torch.randn(3, 64, 16))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with closing(
+        open_weights(tmp_path, "auto", quantization=read_quantization(tmp_path, {"quant_method": "mxfp4"}))
+    ) as source:
+        found = source.read(name, shape, (slice(1, 2), slice(4, 12)))
+    assert isinstance(found, QuantizedWeight)
+    assert torch.equal(found.dequantize(), values[1].T[4:12])
+
+
+def edited(name: str, tensor: str, change: Any) -> tuple[Tensors, dict[str, Any]]:
+    config, write = FORMATS[name]
+    tensors, _ = write(WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS))
+    key = WEIGHT.removesuffix("weight") + tensor
+    changed = change(tensors[key])
+    if changed is None:
+        del tensors[key]
+    else:
+        tensors[key] = changed.contiguous()
+    return tensors, config
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "message"),
+    [
+        ("packed", "weight_packed", lambda words: words[:, :7], "7 words for 96 inputs"),
+        ("packed", "weight_scale", lambda scales: scales[:, [0, 1, 2, 0, 1]], "it has 5 scales per row"),
+        ("packed", "weight_scale", lambda scales: scales[:40], r"weight_scale' has shape \[40, 3\]"),
+        ("packed", "weight_scale", lambda scales: scales * torch.inf, "finite"),
+        (
+            "packed with zero points",
+            "weight_zero_point",
+            lambda words: words[:5],
+            r"weight_zero_point' has shape \[5, 3\]",
+        ),
+        ("gptq", "scales", lambda _: None, "no tensor 'layer.0.proj.scales'"),
+        ("gptq", "qzeros", lambda words: words[:2], r"qzeros' has shape \[2, 6\]"),
+        ("gptq", "g_idx", lambda order: order - 1, "names groups that are none of its 3"),
+        ("gptq", "g_idx", lambda order: order[:90], r"g_idx' has shape \[90\]"),
+        ("awq", "qweight", lambda words: words[:, :5], r"qweight' has shape \[96, 5\]"),
+        ("float8", "weight_scale", lambda _: None, "it has no scales"),
+        ("float8", "weight_scale", lambda scales: scales[:40], "neither one per row nor one for all"),
+        ("float8", "weight_scale", lambda scales: scales * torch.nan, "finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    name: str, tensor: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    tensors, config = edited(name, tensor, change)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, tensors, config, ALL)
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**weights, **changes.pop("weights", {})}, **changes.pop("group", {})}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bits": 4}, "quant_method None, which is not supported"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "'bitsandbytes', which is not supported: use a checkpoint in fp8",
+        ),
+        ([1], "must be a JSON object"),
+        (
+            {"quant_method": "gptq", "bits": 3, "group_size": 128},
+            "config.bits is 3, and Penstock reads 4, 8",
+        ),
+        ({"quant_method": "gptq", "bits": True, "group_size": 128}, "bits is True"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 100}, "group_size is 100"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two positive integers"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "packing_format is None"),
+        (compressed(weights={"num_bits": 3}), "config_groups.group_0.weights.num_bits is 3"),
+        (compressed(weights={"strategy": "tensor_group"}), "weights.strategy is 'tensor_group'"),
+        (compressed(weights={"type": "float"}), "weights.num_bits is 4, and Penstock reads 8"),
+        (compressed(group={"weights": None}), "group_0.weights is missing"),
+        (compressed(group={"targets": "Linear"}), "targets must be a list"),
+        (compressed(group={"input_activations": {"num_bits": 8}}), "weights.num_bits is 4, and Penstock reads 8"),
+        (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config is not supported"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not supported"),
+    ],
+)
+def test_what_is_not_served_is_refused_before_weights_are_read(config: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_quantization(tmp_path, config)
+
+
+def test_static_inputs_and_bad_patterns_are_refused(tmp_path: Path) -> None:
+    config, _ = FORMATS["int8 with int8 inputs"]
+    text = json.dumps(config)
+    with pytest.raises(ConfigError, match=r"input_activations\.dynamic is False"):
+        read_quantization(tmp_path, json.loads(text.replace('"dynamic": true', '"dynamic": false')))
+    with pytest.raises(ConfigError, match="is not a regular expression"):
+        read_quantization(tmp_path, json.loads(text.replace('["Linear"]', '["re:("]')))
+
+
+def test_targets_name_the_layers_whose_inputs_are_quantized(tmp_path: Path) -> None:
+    text = json.dumps(FORMATS["int8 with int8 inputs"][0])
+    quantization = read_quantization(tmp_path, json.loads(text.replace('["Linear"]', '["re:.*attn.*", "model.last"]')))
+    assert quantization is not None
+    layers = ("model.0.attn.q_proj", "model.last", "model.0.mlp.up_proj", "other.model.last")
+    assert [quantization.quantizes_inputs(layer) for layer in layers] == [True, True, False, False]
