@@ -11,6 +11,7 @@ PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived st
                      decodes every message between the engine core and a worker in the same process
 RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself
 CUDA_VISIBLE_DEVICES the GPUs that engines and ranks divide among them; CUDA reads it itself
+XDG_CACHE_HOME       where the metadata of GGUF files is unpacked, in penstock/gguf; by default ~/.cache
 GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 NAMES = (
     "PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY",
-    "GOMP_SPINCOUNT", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES",
+    "GOMP_SPINCOUNT", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
 )  # fmt: skip
 
 # Short enough that a thread waiting for a descheduled one sleeps and frees its core; long enough to stay awake from one
@@ -52,6 +54,10 @@ def admin_api_keys() -> tuple[str, ...]:
 
 def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def visible_gpus() -> str | None:

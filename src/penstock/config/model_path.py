@@ -1,9 +1,10 @@
-"""Finds a model's files: the built-in model, a local folder, or a Hugging Face model id."""
+"""Finds a model's files: the built-in model, a local folder, a GGUF file, or a Hugging Face model id."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.config.gguf.folder import unpack_gguf
 from penstock.utils.errors import ConfigError
 
 BUILT_IN_MODEL = "demo"
@@ -14,7 +15,8 @@ _BUILT_IN = {BUILT_IN_MODEL: _DEMO_FOLDER, f"{BUILT_IN_MODEL}/eagle3": _DEMO_FOL
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
-    """Returns the checkpoint's folder. A model id is downloaded through huggingface_hub, or found in its cache.
+    """Returns the checkpoint's folder. Of a GGUF file it is made (`unpack_gguf`); a model id is downloaded through
+    huggingface_hub, or found in its cache.
 
     Raises ConfigError if there is no such folder and the id cannot be downloaded.
     """
@@ -23,6 +25,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        return unpack_gguf(folder)
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"there is no folder {model!r}, and it is not a Hugging Face model id (owner/name)")
     return _download(model, revision)

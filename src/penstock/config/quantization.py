@@ -16,6 +16,7 @@ from typing import Any
 from penstock.utils.errors import ConfigError
 
 FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", "mxfp4"
+GGUF = "gguf"
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _SERVED = (FP8, COMPRESSED, GPTQ, AWQ, MXFP4, _AUTO_ROUND[0])
 _BITS = (4, 8)
@@ -67,6 +68,8 @@ def read_quantization(path: Path, raw: Mapping[str, Any] | None) -> Quantization
         return _read_awq(reader)
     if method in _AUTO_ROUND:
         return _read_auto_round(reader)
+    if method == GGUF:
+        return QuantizationConfig(GGUF)
     if method == MXFP4:
         return QuantizationConfig(MXFP4, 32)
     raise ConfigError(

@@ -94,7 +94,7 @@ def verify(
 
 
 def _has_mtp(config: EngineConfig) -> bool:
-    source = open_weights(config.model.path, config.load_format)
+    source = open_weights(config.model.path, config.load_format, quantization=config.model.quantization)
     try:
         return has_mtp(config.model, source)
     finally:

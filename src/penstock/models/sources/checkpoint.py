@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from penstock.config.gguf.folder import LINK
 from penstock.config.model import read_json
-from penstock.models.sources.source import ALL, Part
+from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
 from penstock.utils.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class CheckpointSource:
@@ -25,7 +25,7 @@ class CheckpointSource:
         self._folder = folder
         self._open_files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
         total = len(self._file_of)
-        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_SECONDS)
+        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=PROGRESS_DELAY_SECONDS)
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
         found = self.shape(name)
@@ -62,6 +62,8 @@ class CheckpointSource:
 
 def checkpoint_bytes(folder: Path) -> int:
     """Returns the size of the checkpoint's weight files in bytes."""
+    if (folder / LINK).exists():
+        return (folder / LINK).stat().st_size
     return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
 
 

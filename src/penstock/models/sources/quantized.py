@@ -195,8 +195,8 @@ class QuantizedSource:
         return scales[part[-2]].contiguous(), inputs
 
     def _read_micro_floats(self, name: str, shape: Sequence[int], part: Part) -> QuantizedWeight:
-        """Of one expert [rows, inputs]: bytes of two numbers, the first in the low bits, and exponents of groups, which have
-        the bias of bfloat16 (OCP Microscaling Formats 1.0, section 5.4.1).
+        """Of one expert [rows, inputs]: bytes of two numbers, the first in the low bits, and exponents of groups, which
+        have the bias of bfloat16 (OCP Microscaling Formats 1.0, section 5.4.1).
         """
         count, rows, inputs = shape
         chosen, own = _two(part)

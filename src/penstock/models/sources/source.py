@@ -13,6 +13,9 @@ Part = tuple[slice, ...]
 """Part of a tensor: an interval of each dimension, starting with the first; omitted dimensions are whole."""
 ALL: Part = (slice(None),)
 
+PROGRESS_DELAY_SECONDS = 2.0
+"""How long reading must take before its progress is shown."""
+
 
 class WeightSource(Protocol):
     """The source of tensors; they stay valid after it is closed."""

@@ -1,0 +1,175 @@
+"""Reads GGUF files, llama.cpp's: metadata, and tensors in blocks of quantized numbers.
+
+The format's specification is `docs/gguf.md` in the repository ggml-org/ggml. Nothing in a file is trusted: a length, a
+count or an offset that points beyond the file is an error before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.utils.errors import ConfigError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MOST_DIMENSIONS = 4
+_MOST_NESTED = 4
+_STRING, _ARRAY = 8, 9
+# The metadata's type -> its numpy type.
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """`values` numbers are stored in a block of `num_bytes` bytes."""
+
+    name: str
+    values: int
+    num_bytes: int
+
+
+# ggml's type -> how its numbers are stored; what is not here, Penstock does not read.
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`shape` is the outermost dimension first; `start` is the position of its bytes in the file."""
+
+    type: BlockType
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row, the innermost dimension."""
+        return self.shape[-1] // self.type.values * self.type.num_bytes
+
+    @property
+    def num_rows(self) -> int:
+        count = 1
+        for size in self.shape[:-1]:
+            count *= size
+        return count
+
+
+class GGUFFile:
+    """The metadata and the tensors of one file, which is mapped, not read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file is not GGUF, is truncated, or has tensors of a type that is not read."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        self._at = 0
+        if self._take(4) != _MAGIC:
+            raise ConfigError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
+        version = self._integer(4)
+        if version not in _VERSIONS:
+            raise ConfigError(f"{path} has version {version} of GGUF, and Penstock reads {_VERSIONS}: convert it again")
+        num_tensors, num_fields = self._integer(8), self._integer(8)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = self._string()
+            self.metadata[name] = self._value(self._integer(4))
+        self.tensors = self._read_directory(num_tensors)
+
+    def rows(self, name: str, first: int, end: int) -> np.ndarray:
+        """Returns the stored bytes of some rows of a tensor, [rows, row_bytes] uint8."""
+        tensor = self.tensors[name]
+        count, width = end - first, tensor.row_bytes
+        start = tensor.start + first * width
+        return np.frombuffer(self._bytes, np.uint8, count * width, start).reshape(count, width)
+
+    def _read_directory(self, num_tensors: int) -> dict[str, StoredTensor]:
+        found: dict[str, tuple[int, tuple[int, ...], int]] = {}
+        for _ in range(num_tensors):
+            name = self._string()
+            num_dimensions = self._integer(4)
+            if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+                raise ConfigError(f"{self.path}: tensor {name!r} has {num_dimensions} dimensions")
+            shape = tuple(self._integer(8) for _ in range(num_dimensions))[::-1]
+            kind, offset = self._integer(4), self._integer(8)
+            if name in found:
+                raise ConfigError(f"{self.path} has two tensors {name!r}")
+            found[name] = kind, shape, offset
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ConfigError(f"{self.path}: general.alignment is {alignment!r}")
+        begin = -(-self._at // alignment) * alignment
+        return {name: self._locate(name, kind, shape, begin + offset) for name, (kind, shape, offset) in found.items()}
+
+    def _locate(self, name: str, kind: int, shape: tuple[int, ...], start: int) -> StoredTensor:
+        block = BLOCK_TYPES.get(kind)
+        if block is None:
+            known = ", ".join(each.name for each in BLOCK_TYPES.values())
+            raise ConfigError(
+                f"{self.path}: tensor {name!r} has ggml's type {kind}, and Penstock reads {known}: use another file"
+            )
+        if shape[-1] % block.values:
+            raise ConfigError(
+                f"{self.path}: tensor {name!r} has rows of {shape[-1]} numbers in blocks of {block.values}"
+            )
+        tensor = StoredTensor(block, shape, start)
+        if start + tensor.num_rows * tensor.row_bytes > len(self._bytes):
+            raise ConfigError(f"{self.path} is truncated: tensor {name!r} ends beyond the file")
+        return tensor
+
+    # ---- The header ----
+
+    def _take(self, count: int) -> bytes:
+        if count > len(self._bytes) - self._at:
+            raise ConfigError(f"{self.path} is truncated, or its header is damaged at byte {self._at}")
+        self._at += count
+        return self._bytes[self._at - count : self._at]
+
+    def _integer(self, num_bytes: int) -> int:
+        return int.from_bytes(self._take(num_bytes), "little")
+
+    def _string(self) -> str:
+        data = self._take(self._integer(8))
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self.path} has a text that is not UTF-8 before byte {self._at}") from None
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY and depth < _MOST_NESTED:
+            element, count = self._integer(4), self._integer(8)
+            if element in _NUMBERS:
+                return self._numbers(element, count)
+            # Every element takes eight bytes at least.
+            if count > (len(self._bytes) - self._at) // 8:
+                raise ConfigError(f"{self.path} is truncated, or its header is damaged at byte {self._at}")
+            return [self._value(element, depth + 1) for _ in range(count)]
+        if kind in _NUMBERS:
+            return self._numbers(kind, 1)[0]
+        raise ConfigError(f"{self.path}: its header has a value of the unknown type {kind} before byte {self._at}")
+
+    def _numbers(self, kind: int, count: int) -> list[Any]:
+        dtype = np.dtype(_NUMBERS[kind])
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()

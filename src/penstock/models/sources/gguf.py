@@ -1,0 +1,210 @@
+"""The tensors of a GGUF file, under the names and with the shapes of a Hugging Face checkpoint.
+
+Blocks are unpacked as ggml defines them (`ggml-common.h` and `ggml-quants.c` in the repository ggml-org/ggml): a number
+is a code times the scale of its group, or that less the group's minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from penstock.config.gguf.architectures import Place, TensorNames, head_dim
+from penstock.config.gguf.file import GGUFFile, StoredTensor
+from penstock.kernels.quantized import E2M1, QuantizedWeight, integers, signed_integers
+from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
+from penstock.utils.errors import ConfigError
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GROUP = 32
+
+
+class GGUFSource:
+    """A `WeightSource`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        self._names = TensorNames(self._file)
+        self._head_dim = head_dim(self._file)
+        total = len(self._file.tensors)
+        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=PROGRESS_DELAY_SECONDS)
+
+    def has(self, name: str) -> bool:
+        place = self._names.find(name)
+        return place is not None and place.name in self._file.tensors
+
+    def close(self) -> None:
+        self._progress.close()
+
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor | QuantizedWeight:
+        place = self._names.find(name)
+        if place is None or place.name not in self._file.tensors:
+            missing = name if place is None else f"{place.name} ({name})"
+            raise ConfigError(f"{self._file.path} has no tensor {missing}: it is incomplete or another model's")
+        stored = self._file.tensors[place.name]
+        found = stored.shape if place.expert is None else stored.shape[1:]
+        if place.expert is not None and place.expert >= stored.shape[0]:
+            raise ConfigError(f"{self._file.path}: {place.name} has no expert {place.expert}")
+        if found != tuple(shape):
+            raise ConfigError(f"{self._file.path}: {place.name} has shape {list(found)}, not {list(shape)}")
+        self._progress.update()
+        try:
+            return self._read(name, place, stored, shape, part)
+        except ValueError as error:
+            raise ConfigError(f"{self._file.path}: {place.name} cannot be used: {error}") from None
+
+    def _read(
+        self, name: str, place: Place, stored: StoredTensor, shape: Sequence[int], part: Part
+    ) -> torch.Tensor | QuantizedWeight:
+        if len(shape) == 1:
+            values = self._floats(place.name, stored, 0, 1)[0]
+            module = name.rpartition(".")[0]
+            if module.endswith("norm"):
+                values = values.float() - self._names.family.norm_offset
+            elif self._rotates_pairs(name):
+                values = values[self._order(0, len(values))]
+            return values[part[0]]
+        first, end, _ = part[0].indices(shape[0])
+        columns = part[1] if len(part) > 1 else slice(None)
+        if not self._rotates_pairs(name):
+            return self._rows(place, stored, first, end, columns)
+        # Whole heads are read, whose rows are in another order.
+        begin, stop = first // self._head_dim * self._head_dim, -(-end // self._head_dim) * self._head_dim
+        rows = self._rows(place, stored, begin, stop, columns)
+        order = self._order(begin, stop)[first - begin : end - begin]
+        return rows.reordered(order) if isinstance(rows, QuantizedWeight) else rows[order]
+
+    def _rotates_pairs(self, name: str) -> bool:
+        return self._names.family.has_pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
+
+    def _order(self, begin: int, stop: int) -> torch.Tensor:
+        """Returns where the rows of whole heads are stored: a rotated pair is two neighbours, not one of each half."""
+        half = self._head_dim // 2
+        in_head = torch.arange(self._head_dim).view(half, 2).T.flatten()
+        heads = torch.arange(0, stop - begin, self._head_dim)
+        return (heads[:, None] + in_head).flatten()
+
+    def _rows(
+        self, place: Place, stored: StoredTensor, first: int, end: int, columns: slice
+    ) -> torch.Tensor | QuantizedWeight:
+        skipped = 0 if place.expert is None else place.expert * (stored.num_rows // stored.shape[0])
+        first, end = first + skipped, end + skipped
+        if stored.type.name in _FLOATS:
+            return self._floats(place.name, stored, first, end)[:, columns]
+        blocks = self._file.rows(place.name, first, end).reshape(-1, stored.type.num_bytes)
+        unpack = _UNPACKERS[stored.type.name]
+        return unpack(torch.from_numpy(blocks.copy()), end - first).part(columns=columns)
+
+    def _floats(self, name: str, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
+        dtype = _FLOATS.get(stored.type.name)
+        if dtype is None:
+            raise ValueError(f"its numbers are {stored.type.name}, and floats are expected")
+        # Copied, because the file's pages cannot be written, which torch does not know.
+        return torch.from_numpy(np.array(self._file.rows(name, first, end))).view(dtype)
+
+
+def _halves(packed: torch.Tensor) -> torch.Tensor:
+    """[n, bytes] -> [n, 2, bytes]: the low four bits of all bytes, then the high ones."""
+    return torch.stack((packed & 15, packed >> 4), 1)
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Returns a float16 of every block, [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _by_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
+    return values.reshape(rows, -1).contiguous()
+
+
+def _q4_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    codes = _halves(blocks[:, 2:])
+    return QuantizedWeight(_by_rows(codes, rows), integers(4, 8), _by_rows(_half(blocks, 0), rows), _GROUP)
+
+
+def _q4_1(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    """What is subtracted is stored negated."""
+    scales, minima = _by_rows(_half(blocks, 0), rows), _by_rows(-_half(blocks, 2), rows)
+    return QuantizedWeight(_by_rows(_halves(blocks[:, 4:]), rows), integers(4), scales, _GROUP, minima=minima)
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """[n, 4] -> [n, 32]: the bits of a 32-bit word, the lowest first, as the fifth bit of a code."""
+    return (((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1) << 4).flatten(1)
+
+
+def _q5_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    codes = _halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])
+    return QuantizedWeight(_by_rows(codes, rows), integers(8, 16), _by_rows(_half(blocks, 0), rows), _GROUP, 8)
+
+
+def _q5_1(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    codes = _halves(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
+    scales, minima = _by_rows(_half(blocks, 0), rows), _by_rows(-_half(blocks, 2), rows)
+    return QuantizedWeight(_by_rows(codes, rows), integers(8), scales, _GROUP, 8, minima=minima)
+
+
+def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    return QuantizedWeight(
+        _by_rows(blocks[:, 2:], rows), signed_integers(8), _by_rows(_half(blocks, 0), rows), _GROUP, 8
+    )
+
+
+def _k_scales(blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales and minima of the eight groups of every block, [rows, groups] each.
+
+    They are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0 to 3 and 4 to 7; of the
+    other four, bytes 8 to 11 have the low bits, and the top bits of the first eight bytes the high ones.
+    """
+    packed = blocks[:, 4:16]
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1).float() * _half(blocks, 0).float()
+    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1).float() * _half(blocks, 2).float()
+    return _by_rows(scales, rows), _by_rows(minima, rows)
+
+
+def _q4_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    scales, minima = _k_scales(blocks, rows)
+    codes = _halves(blocks[:, 16:].reshape(-1, 32))
+    return QuantizedWeight(_by_rows(codes, rows), integers(4), scales, _GROUP, minima=minima)
+
+
+def _q5_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    scales, minima = _k_scales(blocks, rows)
+    low = _halves(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
+    high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    return QuantizedWeight(_by_rows(low | (high << 4), rows), integers(8), scales, _GROUP, 8, minima=minima)
+
+
+def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    """Half a block is 128 numbers: the low four bits of the first 64 and then the high ones, and two bits more of each
+    quarter in 32 bytes. A group of 16 has a signed 8-bit number times the block's float16.
+    """
+    low = _halves(blocks[:, :128].reshape(-1, 64)).view(-1, 4, 32)
+    high = (blocks[:, 128:192].reshape(-1, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)) & 3
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()
+    return QuantizedWeight(_by_rows(low | (high << 4), rows), integers(8, 32), _by_rows(scales, rows), 16, 8)
+
+
+def _mxfp4(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+    """The exponent of a power of two has the bias of bfloat16; the smallest is denormal."""
+    exponents = blocks[:, :1]
+    scales = torch.where(exponents == 0, 1 << 6, exponents.to(torch.int16) << 7).view(torch.bfloat16)
+    return QuantizedWeight(_by_rows(_halves(blocks[:, 1:]), rows), E2M1, _by_rows(scales, rows), _GROUP)
+
+
+_UNPACKERS: dict[str, Callable[[torch.Tensor, int], QuantizedWeight]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+}

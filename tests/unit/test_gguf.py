@@ -1,0 +1,252 @@
+"""GGUF files: blocks have the values that ggml defines, and damaged files are errors."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile
+from penstock.config.gguf.folder import LINK, unpack_gguf
+from penstock.config.model import load_model_config
+from penstock.config.model_path import resolve_model_path
+from penstock.kernels.quantized import QuantizedWeight
+from penstock.models.sources.gguf import GGUFSource
+from penstock.models.weights import dense
+from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.utils.errors import ConfigError
+
+ROWS, INPUTS = 24, 512
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(file: Path, tensors: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]], **metadata: Any) -> None:
+    """`metadata` names fields with __ for a point."""
+    writer = gguf.GGUFWriter(file, metadata.pop("architecture", "qwen3"))
+    for name, value in {"qwen3__attention__key_length": 16, "qwen3__embedding_length": 64, **metadata}.items():
+        key = name.replace("__", ".")
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_string(key, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+SHAPE = {
+    "qwen3__attention__head_count": 4,
+    "qwen3__attention__layer_norm_rms_epsilon": 1e-6,
+    "qwen3__feed_forward_length": 96,
+    "qwen3__block_count": 1,
+    "qwen3__context_length": 128,
+}
+
+
+def embedding(vocab_size: int = 8) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
+    values = np.ones((vocab_size, 64), np.float32)
+    return {"token_embd.weight": (values, gguf.GGMLQuantizationType.F32)}
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, rng: np.random.Generator) -> np.ndarray:
+    """Returns random bytes [ROWS, bytes of INPUTS], but for float16 scales, which are numbers between 0.01 and 1."""
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (ROWS * INPUTS // values, num_bytes), np.uint8)
+    if kind == gguf.GGMLQuantizationType.MXFP4:
+        blocks[:, 0] = rng.integers(0, 200, len(blocks))
+    for at in {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q6_K": (208,)}.get(
+        kind.name, (0, 2) if kind.name.endswith("_K") else ()
+    ):
+        scales = rng.uniform(0.01, 1, len(blocks)).astype(np.float16) * rng.choice([-1, 1], len(blocks))
+        blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(ROWS, -1)
+
+
+@pytest.mark.parametrize("name", [each.name for each in BLOCK_TYPES.values() if each.values > 1])
+def test_blocks_have_the_values_that_ggml_defines(name: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    data = random_blocks(kind, np.random.default_rng(0))
+    expected = torch.from_numpy(gguf.dequantize(data, kind)).bfloat16()
+    write(tmp_path / "a.gguf", {**embedding(), "blk.0.ffn_up.weight": (data, kind)}, **SHAPE)
+    with closing(GGUFSource(tmp_path / "a.gguf")) as source:
+        for part in ((slice(None),), (slice(5, 9),), (slice(None), slice(256, 512))):
+            found = source.read(WEIGHT, (ROWS, INPUTS), part)
+            assert isinstance(found, QuantizedWeight)
+            assert found.bits == (4 if name in ("Q4_0", "Q4_1", "Q4_K", "MXFP4") else 8)
+            assert torch.equal(found.dequantize(), expected[part])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_floats_are_read_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    values = torch.randn(ROWS, INPUTS).to(dtype)
+    data = values.view(torch.int16 if dtype != torch.float32 else torch.float32).numpy()
+    write(tmp_path / "a.gguf", {**embedding(), "blk.0.ffn_up.weight": (data.view(np.uint8), kind)}, **SHAPE)
+    with closing(GGUFSource(tmp_path / "a.gguf")) as source:
+        assert torch.equal(dense(source.read(WEIGHT, (ROWS, INPUTS), (slice(3, 7),))), values[3:7])
+        with pytest.raises(ConfigError, match=r"ffn_up\.weight has shape \[24, 512\], not \[24, 256\]"):
+            source.read(WEIGHT, (ROWS, 256))
+        with pytest.raises(ConfigError, match=r"has no tensor blk\.0\.ffn_down\.weight"):
+            source.read("model.layers.0.mlp.down_proj.weight", (ROWS, INPUTS))
+        with pytest.raises(ConfigError, match=r"has no tensor model\.vision"):
+            source.read("model.vision", (1,))
+
+
+def test_a_file_is_a_folder_of_the_cache_and_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    write(file, embedding(), **SHAPE, qwen3__rope__scaling__type="yarn", qwen3__rope__scaling__factor=4.0,
+          qwen3__rope__scaling__original_context_length=32)  # fmt: skip
+    folder = resolve_model_path(str(file))
+    assert folder.is_relative_to(tmp_path / "cache" / "penstock")
+    assert (folder / LINK).resolve() == file.resolve()
+    config = load_model_config(folder)
+    assert (config.model_type, config.vocab_size, config.head_dim, config.dtype) == ("qwen3", 8, 16, "bfloat16")
+    assert (config.rope.rope_type, config.rope.scaling["factor"]) == ("yarn", 4.0)
+    assert config.tie_word_embeddings
+    assert unpack_gguf(file) == folder
+    write(file, embedding(9), **SHAPE)
+    other = unpack_gguf(file)
+    assert other != folder
+    assert load_model_config(other).vocab_size == 9
+    assert list((tmp_path / "cache" / "penstock" / "gguf").iterdir()).__len__() == 2
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", embedding(), **SHAPE)
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(ConfigError, match="Set XDG_CACHE_HOME"):
+        unpack_gguf(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "mamba"}, "the architecture 'mamba', and Penstock reads GGUF files of llama, qwen2"),
+        ({"qwen3__block_count": "x"}, "num_hidden_layers"),
+        ({"qwen3__rope__scaling__type": "spiral"}, "rope.scaling.type is 'spiral'"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "x"}, "tokenizer.ggml.pre is 'x'"),
+        ({"tokenizer__ggml__model": "llama"}, "has no vocabulary"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_field(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", embedding(), **{**SHAPE, **changes})
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(unpack_gguf(tmp_path / "a.gguf"))
+
+
+def test_a_file_without_a_field_or_an_embedding_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", embedding(), **{key: value for key, value in SHAPE.items() if "feed" not in key})
+    with pytest.raises(ConfigError, match=r"lacks the field qwen3\.feed_forward_length"):
+        unpack_gguf(tmp_path / "a.gguf")
+    write(tmp_path / "b.gguf", {}, **SHAPE)
+    with pytest.raises(ConfigError, match=r"has no token_embd\.weight"):
+        unpack_gguf(tmp_path / "b.gguf")
+    write(tmp_path / "c.gguf", {"x": (np.zeros((4, 512 // 256 * 66), np.uint8), gguf.GGMLQuantizationType.IQ2_XXS)})
+    with pytest.raises(ConfigError, match="tensor 'x' has ggml's type 16, and Penstock reads F32, F16, Q4_0"):
+        GGUFFile(tmp_path / "c.gguf")
+
+
+def test_damaged_files_are_errors(tmp_path: Path) -> None:
+    """Every length, count and offset may be anything: no crash, no long loop, no memory beyond the file's size."""
+    file = tmp_path / "a.gguf"
+    write(file, embedding(), **SHAPE, tokenizer__ggml__tokens=["a", "bc"], tokenizer__ggml__scores=[1.0, 2.0])
+    whole = file.read_bytes()
+    rng = random.Random(0)
+    for end in [0, 3, 4, 7, *range(8, len(whole), 97)]:
+        file.write_bytes(whole[:end])
+        with pytest.raises(ConfigError):
+            GGUFFile(file)
+    header = len(whole) - 8 * 64 * 4
+    started = time.monotonic()
+    for _ in range(1500):
+        damaged = bytearray(whole)
+        at = rng.randrange(4, header)
+        length = rng.choice((1, 2, 8))
+        damaged[at : at + length] = rng.choice((rng.randbytes(length), b"\xff" * length, b"\0" * length))
+        file.write_bytes(bytes(damaged[: len(whole)]))
+        try:
+            opened = GGUFFile(file)
+            for name, tensor in opened.tensors.items():
+                assert tensor.start + tensor.num_rows * tensor.row_bytes <= len(whole)
+                opened.rows(name, 0, tensor.num_rows)
+            load_model_config(unpack_gguf(file))
+        except ConfigError:
+            pass
+    assert time.monotonic() - started < 60
+
+
+BYTES = [chr(code) for code in range(33, 127)]
+
+
+def test_byte_pairs_divide_words_as_the_family_does(tmp_path: Path) -> None:
+    tokens = [*BYTES, "\u0120", "\u010a", "ab", "abc", "12", "123", "<|end|>", "<think>"]
+    kinds = [1] * (len(tokens) - 2) + [3, 4]
+    vocabulary = {
+        "tokenizer__ggml__model": "gpt2",
+        "tokenizer__ggml__tokens": tokens,
+        "tokenizer__ggml__token_type": kinds,
+        "tokenizer__ggml__merges": ["a b", "ab c", "1 2", "12 3"],
+        "tokenizer__ggml__eos_token_id": len(tokens) - 2,
+        "tokenizer__ggml__bos_token_id": 0,
+        "tokenizer__chat_template": "{{ messages[0].content }}<|end|>",
+    }
+    found: dict[str, list[str]] = {}
+    for pre, begins in (("qwen2", False), ("llama-bpe", True)):
+        file = tmp_path / f"{pre}.gguf"
+        names = {"tokenizer__ggml__pre": pre, "tokenizer__ggml__add_bos_token": begins}
+        write(file, embedding(len(tokens)), **SHAPE, **vocabulary, **names)
+        folder = unpack_gguf(file)
+        tokenizer = Tokenizer(folder, len(tokens))
+        text = "abc 123<|end|>\n<think>"
+        found[pre] = [tokens[number] for number in tokenizer.encode(text)]
+        assert tokenizer.eos_token_id == len(tokens) - 2
+        assert tokenizer.chat_template_source == vocabulary["tokenizer__chat_template"]
+        assert {n: t.is_special for n, t in tokenizer.added_tokens.items()} == {"<|end|>": True, "<think>": False}
+        assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [len(tokens) - 2]}
+    shared = ["<|end|>", "\u010a", "<think>"]
+    assert found["qwen2"] == ["abc", "\u0120", "1", "2", "3", *shared]
+    assert found["llama-bpe"] == [tokens[0], "abc", "\u0120", "123", *shared]
+
+
+def test_sentence_pieces_merge_by_score(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "b", "c", "ab", "bc", "\u2581ab", "abc"]
+    scores = [0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -9.0, -3.0, -1.0, -2.0, -8.0]
+    write(
+        tmp_path / "a.gguf",
+        embedding(len(tokens)),
+        **SHAPE,
+        tokenizer__ggml__model="llama",
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__scores=scores,
+        tokenizer__ggml__token_type=[2, 3, 3, 6] + [1] * 8,
+        tokenizer__ggml__bos_token_id=1,
+        tokenizer__ggml__eos_token_id=2,
+    )
+    tokenizer = Tokenizer(unpack_gguf(tmp_path / "a.gguf"), len(tokens))
+    spelled = [tokens[number] for number in tokenizer.encode("ab abc\n")]
+    # "bc" has the higher score, so it is merged first; then "a" + "bc".
+    assert spelled == ["<s>", "\u2581ab", "\u2581", "abc", "<0x0A>"]
+    assert tokenizer.decode(tokenizer.encode("ab abc\n")) == "ab abc\n"
