@@ -46,8 +46,8 @@ class QuantizedWeight:
     Models in another type take the bfloat16 values. Scales that are stored in 16 bits need half the memory; scales,
     zeros and minima have one type.
 
-    With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each row of them, and its products
-    are exact sums: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
+    With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each row of them, and sums them
+    exactly: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
 
     Raises ValueError if the tensors do not fit together, a scale is not finite, or a code stands for no number.
     """
@@ -205,6 +205,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     largest = x.float().abs().amax(1, keepdim=True)
     is_usable = largest.isfinite() & (largest >= 2.0**-119)
-    factors = torch.where(is_usable, 127 / largest, 0.0)
+    # Not 127 / largest, which torch takes for the product with a reciprocal.
+    factors = torch.where(is_usable, torch.full_like(largest, 127) / largest, 0.0)
     integers = (x.float() * factors).clamp(-127, 127).round()
     return integers.where(is_usable, 0.0), largest / 127
