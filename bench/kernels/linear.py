@@ -49,14 +49,13 @@ def contenders(weights: list[torch.Tensor], rows: int, isas: list[str]) -> dict[
 def measure(made: dict[str, list[Linear]], x: torch.Tensor, seconds: float) -> dict[str, float]:
     """Returns the median seconds of a call of each contender, which share `seconds` of measuring."""
     times: dict[str, list[float]] = {name: [] for name in made}
-    copies = len(next(iter(made.values())))
     end = time.perf_counter() + seconds
     turn = 0
     while time.perf_counter() < end or turn < 3:
         for name, layers in made.items():
             # Several calls in a row: a single one would be affected by the caches and the threads of its predecessor.
             for call in range(RUN):
-                layer = layers[(turn * RUN + call) % copies]
+                layer = layers[(turn * RUN + call) % len(layers)]
                 start = time.perf_counter()
                 layer(x)
                 if call:

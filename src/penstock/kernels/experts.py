@@ -23,12 +23,17 @@ from typing import Protocol
 import torch
 
 from penstock.kernels.host_memory import aligned_bytes
-from penstock.kernels.linear import PANEL, PackedLinear, PackedWeights
+from penstock.kernels.linear import PANEL, PackedFormat, PackedLinear, PackedWeights
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.quantized import QuantizedWeight
 from penstock.kernels.sigmoid import sigmoid
 from penstock.kernels.silu_and_mul import silu_and_mul
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
+
+Weight = torch.Tensor | QuantizedWeight
+# Of gate_up and of down, if they are quantized.
+Formats = tuple[PackedFormat | None, PackedFormat | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,10 @@ class ExpertWeight(Protocol):
 class GroupedExperts(Protocol):
     """The weights of the experts in some slots, and their products."""
 
-    def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
         """Puts an expert into a slot: gate_up [2 own_inner, in_features], gate first, and down [out_features, inner].
 
-        The tensors may be freed afterwards.
+        The tensors may be freed afterwards. Raises ValueError if one is quantized in another way than these experts.
         """
         ...
 
@@ -144,15 +149,13 @@ class _Linear(Protocol):
 class ReferenceExperts:
     """One layer after another, each made by `make_linear` from its weight and bias."""
 
-    def __init__(
-        self, shape: ExpertsShape, make_linear: Callable[[torch.Tensor, torch.Tensor | None], _Linear]
-    ) -> None:
+    def __init__(self, shape: ExpertsShape, make_linear: Callable[[Weight, torch.Tensor | None], _Linear]) -> None:
         self._shape = shape
         self._make_linear = make_linear
         self._layers: dict[int, tuple[_Linear, _Linear]] = {}
         self._activate = clamped_swiglu if shape.is_clamped else silu_and_mul
 
-    def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
         make = self._make_linear
         self._layers[slot] = make(gate_up, biases and biases.gate_up), make(down, biases and biases.down)
 
@@ -194,14 +197,15 @@ def make_experts(
     has_biases: bool = False,
     library: Callable[[], NativeLibrary | None] = library,
     allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+    formats: Formats = (None, None),
 ) -> GroupedExperts:
     """Returns experts for a CPU; `library` is as for `PackedLinear`. `allocate` returns [bytes] uint8, aligned like
-    `aligned_bytes`, for each of the arrays.
+    `aligned_bytes`, for each of the arrays. `formats` are those of experts with quantized weights.
     """
     native = library()
     if native is None:
-        return ReferenceExperts(shape, partial(PackedLinear, library=library))
-    return NativeExperts(native, shape, has_biases, allocate)
+        return ReferenceExperts(shape, partial(PackedLinear, library=library, dtype=shape.dtype))
+    return NativeExperts(native, shape, has_biases, allocate, formats)
 
 
 class ExpertsDescriptor(ctypes.Structure):
@@ -219,6 +223,8 @@ class ExpertsDescriptor(ctypes.Structure):
         ("out_features", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("is_clamped", ctypes.c_int64),
+        ("gate_up_quantization", ctypes.c_void_p),
+        ("down_quantization", ctypes.c_void_p),
     )
 
 
@@ -231,11 +237,15 @@ class NativeExperts:
         shape: ExpertsShape,
         has_biases: bool,
         allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+        formats: Formats = (None, None),
     ) -> None:
         self._shape = shape
         padded, count = -(-shape.own_inner // PANEL) * 2 * PANEL, shape.num_slots
-        self.gate_up_weights = PackedWeights(native, count, padded, shape.in_features, shape.dtype, allocate)
-        self.down_weights = PackedWeights(native, count, shape.out_features, shape.inner, shape.dtype, allocate)
+        sizes, dtype = ((padded, shape.in_features), (shape.out_features, shape.inner)), shape.dtype
+        self.gate_up_weights, self.down_weights = (
+            PackedWeights(native, count, *size, dtype, allocate, format)
+            for size, format in zip(sizes, formats, strict=True)
+        )
         self._biases: Biases | None = None
         if has_biases:
             sizes = (2 * shape.own_inner, shape.out_features)
@@ -252,6 +262,8 @@ class NativeExperts:
             shape.out_features,
             DTYPE_CODES[shape.dtype],
             shape.is_clamped,
+            self.gate_up_weights.quantization,
+            self.down_weights.quantization,
         )
         self._address = ctypes.addressof(self._descriptor)
         self._run_group = native.function("experts_group", "pppppnn")
@@ -259,7 +271,7 @@ class NativeExperts:
         self._run_down = native.function("experts_down", "ppppn")
         self._run_combine = native.function("experts_combine", "ppppnnnni")
 
-    def store(self, slot: int, gate_up: torch.Tensor, down: torch.Tensor, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
         assert gate_up.shape == (2 * self._shape.own_inner, self._shape.in_features), f"{tuple(gate_up.shape)}"
         self.gate_up_weights.store(slot, _interleave(gate_up))
         self.down_weights.store(slot, down)
@@ -329,17 +341,12 @@ class NativeExperts:
         assert x.dtype == self._shape.dtype and x.shape[1] == width and x.is_contiguous(), f"{x.dtype} {x.shape}"
 
 
-def _interleave(gate_up: torch.Tensor) -> torch.Tensor:
-    """[2 I, K] -> [panels * 2 * PANEL, K]: PANEL rows of gate, then of up, and so on; zero where there are no rows."""
-    inner, width = gate_up.shape[0] // 2, gate_up.shape[1]
-    num_panels = -(-inner // PANEL)
-    out = gate_up.new_zeros((num_panels, 2, PANEL, width))
-    for half, rows in enumerate(gate_up.chunk(2)):
-        whole = inner // PANEL
-        out[:whole, half] = rows[: whole * PANEL].view(whole, PANEL, width)
-        if whole < num_panels:
-            out[whole, half, : inner - whole * PANEL] = rows[whole * PANEL :]
-    return out.view(-1, width)
+def _interleave(gate_up: Weight) -> Weight:
+    """[2 I, K] -> [panels * 2 * PANEL, K]: PANEL rows of gate, then of up, and so on; any where there are no rows."""
+    inner = gate_up.shape[0] // 2
+    rows = torch.arange(-(-inner // PANEL) * PANEL).clamp(max=inner - 1).view(-1, 1, PANEL)
+    order = torch.cat([rows, rows + inner], 1).flatten()
+    return gate_up.reordered(order) if isinstance(gate_up, QuantizedWeight) else gate_up[order]
 
 
 @dataclass(frozen=True, slots=True)

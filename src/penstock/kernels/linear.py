@@ -7,18 +7,24 @@ differ between instruction sets (`native.library().isa`), within rounding.
 
 The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
 bfloat16 with AVX512 or AMX); the caller may free the original. `native.set_num_threads` sets the number of threads.
+
+A quantized weight (`QuantizedWeight`) stays so: its codes are packed with their scales, and the bits of an output are
+those of the layer with `dequantize()` as its weight. Float16 and float32 layers, and torch, take those values at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
 
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+from penstock.kernels.quantized import E4M3, QuantizedWeight, dense, quantize_rows, signed_integers
 
 # Output features of a panel of packed weights.
 PANEL = 32
@@ -26,7 +32,7 @@ _TILE_ROWS = 16
 
 
 class PackedLinear:
-    """Multiplies by one weight, [out_features, in_features] in bfloat16, float16 or float32.
+    """Multiplies by one weight, [out_features, in_features] in bfloat16, float16 or float32, or quantized.
 
     The output has the weight's dtype, or with `is_wide` float32, the dtype of the sums, without rounding. Calls may be
     made from several threads concurrently. Raises `TypeError` at construction for any other dtype.
@@ -34,24 +40,33 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None = None,
         is_wide: bool = False,
         library: Callable[[], NativeLibrary | None] = library,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """`library` returns the one with an instruction set, or None for torch; by default what this process uses."""
-        if weight.dtype not in DTYPE_CODES:
-            raise TypeError(f"a linear layer's weight is bfloat16, float16 or float32, not {weight.dtype}")
+        """`library` returns the one with an instruction set, or None for torch; by default what this process uses.
+
+        `dtype` is that of a layer whose weight is quantized.
+        """
+        self.dtype = dtype if isinstance(weight, QuantizedWeight) else weight.dtype
+        if self.dtype not in DTYPE_CODES:
+            raise TypeError(f"a linear layer's weight is bfloat16, float16 or float32, not {self.dtype}")
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.out_dtype = torch.float32 if is_wide else weight.dtype
+        self.out_dtype = torch.float32 if is_wide else self.dtype
         assert bias is None or bias.shape == (self.out_features,), f"{bias.shape} for {self.out_features} outputs"
-        weight = weight.detach().contiguous()
         native = library()
-        if native is None:
-            self._into: _NativeLinear | _TorchLinear = _TorchLinear(weight, bias, self.out_dtype)
-        else:
+        quantizes_inputs = isinstance(weight, QuantizedWeight) and weight.quantizes_inputs
+        if self.dtype != torch.bfloat16 or (native is None and not quantizes_inputs):
+            weight = dense(weight, self.dtype)
+        self._into: _NativeLinear | _TorchLinear | _TorchSums
+        if native is not None:
             self._into = _NativeLinear(native, weight, bias, is_wide)
+        elif isinstance(weight, QuantizedWeight):
+            self._into = _TorchSums(weight, bias)
+        else:
+            self._into = _TorchLinear(weight.detach().contiguous(), bias, self.out_dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features] in `out_dtype`, both contiguous."""
@@ -72,6 +87,105 @@ class PackedLinear:
             self._into(x, out)
 
 
+class _Kind(IntEnum):
+    """`QuantizedKind` in native/linear_quantized.h."""
+
+    NIBBLES = 0
+    INTEGERS = 1
+    FLOATS = 2
+    TABLE = 3
+    SUMS = 4
+
+
+class QuantizationDescriptor(ctypes.Structure):
+    """`Quantization` in native/linear_quantized.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("number_type", ctypes.c_int64),
+        ("has_zeros", ctypes.c_int64),
+        ("has_minima", ctypes.c_int64),
+        ("has_tiny", ctypes.c_int64),
+        ("codebook", ctypes.c_float * 256),
+    )
+
+
+# Scales below it may be multiplied by 256.
+_LARGEST_SCALE = 2.0**100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedFormat:
+    """How the kernels store the weights of one kind (`QuantizedWeight.is_like`)."""
+
+    example: QuantizedWeight  # without rows
+    kind: _Kind
+    # Of scales, zeros and minima.
+    number_type: torch.dtype
+    # What the stored integers, and the zeros, are less than the weight's.
+    shift: int = 0
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, narrows: bool = False) -> PackedFormat:
+        """Chooses the format for weights like one; with `narrows` of this weight alone, which may need less memory."""
+        numbers = [each for each in (weight.scales, weight.zeros, weight.minima) if each is not None]
+        types = {each.dtype for each in numbers}
+        number_type = types.pop() if len(types) == 1 else torch.float32
+        if weight.quantizes_inputs:
+            return cls(weight.part(slice(0)), _Kind.SUMS, torch.float32)
+        kind, shift = _kind_of(weight)
+        if narrows and number_type == torch.float32:
+            stored = [each.float() - (shift if each is weight.zeros else 0) for each in numbers]
+            for narrow in (torch.bfloat16, torch.float16):
+                if all(torch.equal(each.to(narrow).float(), each) for each in stored):
+                    number_type = narrow
+                    break
+        return cls(weight.part(slice(0)), kind, number_type, shift)
+
+    def descriptor(self) -> QuantizationDescriptor:
+        example = self.example
+        has_zeros, has_minima = example.zeros is not None or self.shift != 0, example.minima is not None
+        code = DTYPE_CODES[self.number_type]
+        made = QuantizationDescriptor(self.kind, example.group, code, has_zeros, has_minima, 0)
+        made.codebook[: len(example.codebook)] = example.codebook.tolist()
+        return made
+
+    def stored(self, weight: QuantizedWeight) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Returns the codes and the scales, zeros and minima as they are packed. Raises ValueError for another kind."""
+        if not self.example.is_like(weight) or PackedFormat.of(weight).kind != self.kind:
+            raise ValueError("weights of several kinds cannot be packed together")
+        codes, zeros = weight.codes, weight.zeros
+        if self.kind == _Kind.INTEGERS:
+            codes = (weight.codebook - self.shift).to(torch.int8).view(torch.uint8)[codes.int()]
+        if self.shift:
+            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros).float() - self.shift
+        numbers = [None if each is None else self._narrow(each) for each in (weight.scales, zeros, weight.minima)]
+        return codes.contiguous(), numbers
+
+    def _narrow(self, numbers: torch.Tensor) -> torch.Tensor:
+        narrow = numbers.to(self.number_type).contiguous()
+        if not torch.equal(narrow.float(), numbers.float()):
+            raise ValueError(f"scales or zeros that are no {self.number_type} cannot be packed with such as are")
+        return narrow
+
+
+def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
+    """Returns the kind that the kernels have for a weight, and what is subtracted from its integers."""
+    if weight.bits == 4:
+        return _Kind.NIBBLES, 0
+    codebook = weight.codebook
+    if torch.equal(codebook.nan_to_num(), E4M3.nan_to_num()) and (weight.scales.abs() < _LARGEST_SCALE).all():
+        return _Kind.FLOATS, 0
+    if torch.equal(codebook, codebook.round()) and not (codebook.signbit() & (codebook == 0)).any():
+        for shift in (0, 128):
+            is_inside = codebook.min() >= shift - 128 and codebook.max() < shift + 128
+            # Differences of integers are exact, whatever is subtracted from both.
+            if is_inside and (shift == 0 or weight.zeros is None or torch.equal(weight.zeros, weight.zeros.round())):
+                return _Kind.INTEGERS, shift
+    return _Kind.TABLE, 0
+
+
 class _Descriptor(ctypes.Structure):
     """`Linear` in native/linear.h."""
 
@@ -82,11 +196,15 @@ class _Descriptor(ctypes.Structure):
         ("out_features", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("is_wide", ctypes.c_int64),
+        ("quantization", ctypes.c_void_p),
     )
 
 
 class PackedWeights:
-    """The packed weights [out_features, in_features] of `count` layers of one shape, one after another in memory."""
+    """The packed weights [out_features, in_features] of `count` layers of one shape, one after another in memory.
+
+    With `format` they are quantized, but for types other than bfloat16, which take the values.
+    """
 
     def __init__(
         self,
@@ -96,11 +214,14 @@ class PackedWeights:
         in_features: int,
         dtype: torch.dtype,
         allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+        format: PackedFormat | None = None,
     ) -> None:
         self._native = native
         self._dtype = dtype
         self._shape = out_features, in_features
-        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0)
+        self._format = format if dtype == torch.bfloat16 else None
+        self._quantization = None if self._format is None else self._format.descriptor()
+        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0, self.quantization)
         self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
         self.packed = allocate(count * self._bytes)
 
@@ -108,20 +229,38 @@ class PackedWeights:
     def address(self) -> int:
         return self.packed.data_ptr()
 
+    @property
+    def quantization(self) -> int | None:
+        """The address of the weights' description, or None if they are not quantized."""
+        return None if self._quantization is None else ctypes.addressof(self._quantization)
+
     def descriptor(self, number: int = 0, bias: torch.Tensor | None = None, is_wide: bool = False) -> _Descriptor:
         """Returns the layer of one of the weights; the caller keeps the bias, in float32."""
         (out_features, in_features), code = self._shape, DTYPE_CODES[self._dtype]
-        bias_address = None if bias is None else bias.data_ptr()
-        return _Descriptor(self.address + number * self._bytes, bias_address, in_features, out_features, code, is_wide)
+        bias_address, at = None if bias is None else bias.data_ptr(), self.address + number * self._bytes
+        return _Descriptor(at, bias_address, in_features, out_features, code, is_wide, self.quantization)
 
-    def store(self, number: int, weight: torch.Tensor) -> None:
-        assert weight.shape == self._shape and weight.dtype == self._dtype, f"{weight.shape} for {self._shape}"
-        descriptor, weight = self.descriptor(number), weight.detach().contiguous()
+    def store(self, number: int, weight: torch.Tensor | QuantizedWeight) -> None:
+        """Raises ValueError for a quantized weight of another kind than the format's."""
+        assert weight.shape == self._shape, f"{weight.shape} for {self._shape}"
+        descriptor = self.descriptor(number)
+        if self._format is not None and self._quantization is not None:
+            assert isinstance(weight, QuantizedWeight), "a weight that is not quantized among some that are"
+            codes, numbers = self._format.stored(weight)
+            self._quantization.has_tiny |= weight.has_tiny_values()
+            pack = self._native.function("linear_pack_quantized", "pppppn")
+            addresses = [each if each is None else each.data_ptr() for each in numbers]
+            pack(ctypes.addressof(descriptor), codes.data_ptr(), *addresses, num_threads())
+            return
+        weight = dense(weight, self._dtype).detach().contiguous()
+        assert weight.dtype == self._dtype, f"{weight.dtype} for {self._dtype}"
         pack = self._native.function("linear_pack", "ppn")
         pack(ctypes.addressof(descriptor), weight.data_ptr(), num_threads())
 
     def dense_weight(self, number: int = 0) -> torch.Tensor:
         """Returns a copy [out_features, in_features] of one, in which denormal numbers may be zero."""
+        if self._format is not None and self._format.kind == _Kind.SUMS:
+            return self._unpack_sums(number, self._format).dequantize()
         out_features, in_features = self._shape
         identity = torch.eye(in_features, dtype=self._dtype)
         out = identity.new_empty((in_features, out_features))
@@ -130,12 +269,30 @@ class PackedWeights:
         run(ctypes.addressof(descriptor), identity.data_ptr(), out.data_ptr(), in_features, num_threads())
         return out.T.contiguous()
 
+    def _unpack_sums(self, number: int, format: PackedFormat) -> QuantizedWeight:
+        """Reads the panels of native/linear_integers.h: their products have no bits of the values."""
+        rows, inputs = self._shape
+        panels = self.packed[number * self._bytes : (number + 1) * self._bytes].view(-(-rows // PANEL), -1)
+        scales = panels[:, : 4 * PANEL].contiguous().view(torch.float32).view(-1, 1)
+        codes = panels[:, 8 * PANEL :].reshape(len(panels), -1, PANEL, 4).transpose(1, 2).reshape(len(scales), -1)
+        return QuantizedWeight(
+            codes[:rows, :inputs], format.example.codebook, scales[:rows], inputs, bits=8, quantizes_inputs=True
+        )
+
 
 class _NativeLinear:
-    def __init__(self, native: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, is_wide: bool) -> None:
+    def __init__(
+        self, native: NativeLibrary, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, is_wide: bool
+    ) -> None:
         self._run = native.function("linear", "pppnn")
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        self._packed = PackedWeights(native, 1, weight.shape[0], weight.shape[1], weight.dtype)
+        (rows, inputs), format = weight.shape, None
+        dtype = torch.bfloat16
+        if isinstance(weight, QuantizedWeight):
+            format = PackedFormat.of(weight, narrows=True)
+        else:
+            dtype = weight.dtype
+        self._packed = PackedWeights(native, 1, rows, inputs, dtype, format=format)
         self._packed.store(0, weight)
         self._descriptor = self._packed.descriptor(0, self._bias, is_wide)
         self._address = ctypes.addressof(self._descriptor)
@@ -173,3 +330,21 @@ class _TorchLinear:
 
     def dense_weight(self) -> torch.Tensor:
         return self._weight.clone()
+
+
+class _TorchSums:
+    """The reference of a layer that quantizes its inputs: exact sums, the row's scale, the column's, then the bias."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._integers = signed_integers(8)[weight.codes.int()].double()
+        self._scales = weight.scales.float().T.contiguous()
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        integers, scales = quantize_rows(x)
+        products = (integers.double() @ self._integers.T).float() * scales * self._scales
+        out.copy_(products if self._bias is None else products + self._bias)
+
+    def dense_weight(self) -> torch.Tensor:
+        return self._weight.dequantize()

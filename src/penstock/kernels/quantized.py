@@ -16,6 +16,8 @@ import torch
 GROUP_STEP = 16
 # Numbers that are dequantised at a time, since the intermediate results take several times the memory of the codes.
 _CHUNK = 1 << 22
+# Sums and products of multiples of it are far from the least normal number.
+_GRAIN = 2.0**-40
 
 # 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3): the sign, two bits of exponent, one of mantissa.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -44,8 +46,8 @@ class QuantizedWeight:
     Models in another type take the bfloat16 values. Scales that are stored in 16 bits need half the memory; scales,
     zeros and minima have one type.
 
-    With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each of its rows, and its products
-    are exact sums: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
+    With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each row of them, and sums them
+    exactly: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
 
     Raises ValueError if the tensors do not fit together, a scale is not finite, or a code stands for no number.
     """
@@ -101,29 +103,40 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The size of the codes and scales when they are packed, without padding."""
-        arrays = (self.scales, self.zeros, self.minima)
-        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in arrays if each is not None)
+        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in self._numbers if each is not None)
+
+    @property
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return self.scales, self.zeros, self.minima
 
     def dequantize(self) -> torch.Tensor:
         """Returns the values, [rows, inputs] bfloat16."""
         rows, inputs = self.shape
         out = torch.empty((rows, inputs), dtype=torch.bfloat16, device=self.device)
-        codebook, step = self.codebook.to(self.device), max(1, _CHUNK // max(1, inputs))
-        group_of = torch.arange(inputs, device=self.device) // self.group
-
-        def spread(values: torch.Tensor, chunk: slice) -> torch.Tensor:
-            return values[chunk].float()[:, group_of]
-
+        step = max(1, _CHUNK // max(1, inputs))
         for first in range(0, rows, step):
-            chunk = slice(first, first + step)
-            values = codebook[self.codes[chunk].int()]
-            if self.zeros is not None:
-                values = values - spread(self.zeros, chunk)
-            values = values * spread(self.scales, chunk)
-            if self.minima is not None:
-                values = values - spread(self.minima, chunk)
-            out[chunk] = values
+            out[first : first + step] = self._values(slice(first, first + step))
         return out
+
+    def has_tiny_values(self) -> bool:
+        """Whether a value is less than the least normal float32, and not zero, before it is rounded to bfloat16."""
+        grains = [self.codebook.nan_to_num(), *([] if self.zeros is None else [self.zeros])]
+        is_coarse = all(torch.equal(each.double() / _GRAIN, (each.double() / _GRAIN).round()) for each in grains)
+        suspects = torch.full((len(self.codes),), not is_coarse, device=self.device)
+        for numbers in (self.scales, self.minima):
+            if numbers is not None:
+                suspects |= ((numbers != 0) & (numbers.float().abs() < _GRAIN)).any(1)
+        values = (self._values(slice(row, row + 1)) for row in suspects.nonzero().flatten().tolist())
+        return any(((each != 0) & (each.abs() < torch.finfo(torch.float32).tiny)).any().item() for each in values)
+
+    def _values(self, rows: slice) -> torch.Tensor:
+        """Returns the values of some rows before they are rounded to bfloat16."""
+        group_of = torch.arange(self.shape[1], device=self.device) // self.group
+        values = self.codebook.to(self.device)[self.codes[rows].int()]
+        if self.zeros is not None:
+            values = values - self.zeros[rows].float()[:, group_of]
+        values = values * self.scales[rows].float()[:, group_of]
+        return values if self.minima is None else values - self.minima[rows].float()[:, group_of]
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QuantizedWeight:
         """Returns some rows and inputs. Raises ValueError if the inputs divide a group or, quantized, a row."""
@@ -139,30 +152,15 @@ class QuantizedWeight:
                 chosen = slice(first // self.group, -(-end // self.group))
         assert stride == 1, f"inputs with stride {stride}"
 
-        def some(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[rows, chosen]
-
-        return replace(
-            self,
-            codes=self.codes[rows, columns],
-            scales=self.scales[rows, chosen],
-            zeros=some(self.zeros),
-            minima=some(self.minima),
-        )
+        scales, zeros, minima = (None if each is None else each[rows, chosen] for each in self._numbers)
+        assert scales is not None
+        return replace(self, codes=self.codes[rows, columns], scales=scales, zeros=zeros, minima=minima)
 
     def reordered(self, order: torch.Tensor) -> QuantizedWeight:
-        """Returns the rows in the given order, [rows] int64; a row may occur several times."""
-
-        def some(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[order]
-
-        return replace(
-            self,
-            codes=self.codes[order],
-            scales=self.scales[order],
-            zeros=some(self.zeros),
-            minima=some(self.minima),
-        )
+        """Returns the rows in the given order, int64; a row may occur several times."""
+        scales, zeros, minima = (None if each is None else each[order] for each in self._numbers)
+        assert scales is not None
+        return replace(self, codes=self.codes[order], scales=scales, zeros=zeros, minima=minima)
 
     @staticmethod
     def cat(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -191,3 +189,23 @@ class QuantizedWeight:
             and (self.zeros is None, self.minima is None) == (other.zeros is None, other.minima is None)
             and torch.equal(self.codebook.nan_to_num(), other.codebook.nan_to_num())
         )
+
+
+def dense(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weight, or the bfloat16 values of a quantized one in the model's type."""
+    return weight.dequantize().to(dtype) if isinstance(weight, QuantizedWeight) else weight
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, inputs] -> integers from -127 to 127, [rows, inputs] float32, and the scales of the rows, [rows, 1].
+
+    The scale is the largest magnitude over 127, and an input is rounded to the nearest even number of its multiple of
+    127 over that magnitude, both in float32, as vLLM does it. A row that is not finite, or has magnitudes below 2**-119
+    alone, has zeros.
+    """
+    largest = x.float().abs().amax(1, keepdim=True)
+    is_usable = largest.isfinite() & (largest >= 2.0**-119)
+    # Not 127 / largest, which torch takes for the product with a reciprocal.
+    factors = torch.where(is_usable, torch.full_like(largest, 127) / largest, 0.0)
+    integers = (x.float() * factors).clamp(-127, 127).round()
+    return integers.where(is_usable, 0.0), largest / 127

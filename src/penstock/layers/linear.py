@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.linear import PackedLinear
+from penstock.kernels.quantized import QuantizedWeight
 from penstock.parallel.groups import TensorGroup
 from penstock.parallel.topology import Share
 
@@ -21,17 +22,26 @@ class Linear:
     On a CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor may be
     freed. On a GPU it is used unchanged: by cuBLAS, whose last bits depend on the number of rows, or `deterministic`.
     The output has the dtype of `x`, or the accumulators' float32 if the CPU's kernels compute and the layer `is_wide`.
+
+    A quantized weight stays quantized on a CPU; on a GPU the layer has its values. `dtype` is then that of `x`.
     """
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None = None,
         deterministic: bool = False,
         is_wide: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        is_wide = is_wide and not uses_triton(weight)
+        if isinstance(weight, QuantizedWeight) and uses_triton(weight.codes):
+            weight = weight.dequantize().to(dtype)
         self.bias = bias  # [out_features]
+        if isinstance(weight, QuantizedWeight):
+            self.out_dtype = torch.float32 if is_wide else dtype
+            self._apply: _Product = PackedLinear(weight, bias, is_wide, dtype=dtype)
+            return
+        is_wide = is_wide and not uses_triton(weight)
         self.out_dtype = torch.float32 if is_wide else weight.dtype
         self._apply = _choose(weight, bias, deterministic, is_wide)
 

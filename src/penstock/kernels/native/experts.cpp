@@ -22,6 +22,8 @@ struct Experts {
     int64_t out_features;
     int64_t dtype;
     int64_t is_clamped;
+    const Quantization* gate_up_quantization;  // or null
+    const Quantization* down_quantization;
 };
 
 // The type under which vec.h stores what a kernel stores.
@@ -130,7 +132,7 @@ void gate_up_rows(const Experts& experts, const Task& task, const char* x, const
     blocks.packed = scratch.reserve(blocks.size() + products_bytes + gathered_bytes);
     char* products = blocks.packed + blocks.size();
     pack_pairs(blocks, x, pairs + row, top_k, products + products_bytes);
-    const int64_t bytes = panel_bytes<Kernel>(experts.in_features);
+    const int64_t bytes = panel_bytes<Kernel>(experts.gate_up_quantization, experts.in_features);
     const int64_t num_pairs = divide_up(experts.own_inner, kPanel), stride = experts.own_inner * kElement;
     const float* bias = experts.gate_up_bias ? experts.gate_up_bias + task.slot * 2 * experts.own_inner : nullptr;
     Tile<Element> tile{};
@@ -142,7 +144,8 @@ void gate_up_rows(const Experts& experts, const Task& task, const char* x, const
         for (int64_t half = 0; half < 2; ++half) {
             tile.bias = bias ? bias + half * experts.own_inner + column : nullptr;
             tile.out = products + half * kPanel * kElement;
-            multiply_panel(blocks, weight + half * bytes, half == 0 || pair + 1 < task.units.end, tile);
+            multiply_panel(blocks, experts.gate_up_quantization, weight + half * bytes,
+                           half == 0 || pair + 1 < task.units.end, tile);
         }
         activate<typename Stored<Element>::Type>(products, out + row * stride + column * kElement, stride, rows,
                                                  tile.columns, experts.is_clamped != 0);
@@ -157,7 +160,9 @@ void down_rows(const Experts& experts, const Task& task, const char* activated, 
     blocks.packed = scratch.reserve(blocks.size());
     for (int64_t block = 0; block < blocks.count; ++block)
         blocks.pack(block, activated + (row + blocks.first(block)) * experts.inner * kElement);
-    const int64_t bytes = panel_bytes<Kernel>(experts.inner), num_panels = divide_up(experts.out_features, kPanel);
+    const Quantization* quantization = experts.down_quantization;
+    const int64_t bytes = panel_bytes<Kernel>(quantization, experts.inner);
+    const int64_t num_panels = divide_up(experts.out_features, kPanel);
     const float* bias = experts.down_bias ? experts.down_bias + task.slot * experts.out_features : nullptr;
     Tile<Element> tile{};
     tile.out_stride = experts.out_features * kElement;
@@ -166,7 +171,8 @@ void down_rows(const Experts& experts, const Task& task, const char* activated, 
         tile.bias = bias ? bias + column : nullptr;
         tile.out = out + row * tile.out_stride + column * kElement;
         tile.columns = smaller(kPanel, experts.out_features - column);
-        multiply_panel(blocks, experts.down + (task.slot * num_panels + panel) * bytes, panel + 1 < task.units.end, tile);
+        multiply_panel(blocks, quantization, experts.down + (task.slot * num_panels + panel) * bytes,
+                       panel + 1 < task.units.end, tile);
     }
 }
 
@@ -221,7 +227,7 @@ PENSTOCK_EXPORT(void, experts_gate_up)
  int64_t threads) {
     const int64_t units = divide_up(experts->own_inner, kPanel);
     const Tasks tasks = divide(starts, experts->num_slots, units, experts->in_features * 2 * kPanel, threads);
-    with_kernel(experts->dtype, [&](auto kernel) {
+    with_kernel(experts->dtype, experts->gate_up_quantization, [&](auto kernel) {
         using Kernel = decltype(kernel);
         run_tasks(tasks, [&](const Task& task) {
             in_cached_rows<Kernel>(task, experts->in_features, [&](int64_t row, int64_t rows) {
@@ -237,7 +243,7 @@ PENSTOCK_EXPORT(void, experts_down)
 (const Experts* experts, const void* activated, const int32_t* starts, void* out, int64_t threads) {
     const int64_t units = divide_up(experts->out_features, kPanel);
     const Tasks tasks = divide(starts, experts->num_slots, units, experts->inner * kPanel, threads);
-    with_kernel(experts->dtype, [&](auto kernel) {
+    with_kernel(experts->dtype, experts->down_quantization, [&](auto kernel) {
         using Kernel = decltype(kernel);
         run_tasks(tasks, [&](const Task& task) {
             in_cached_rows<Kernel>(task, experts->inner, [&](int64_t row, int64_t rows) {

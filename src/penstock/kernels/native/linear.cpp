@@ -4,17 +4,42 @@
 
 // Bytes of the packed weight.
 PENSTOCK_EXPORT(int64_t, linear_packed_bytes)(const Linear* layer) {
-    return with_kernel(layer->dtype, [&](auto kernel) {
-        return panel_bytes<decltype(kernel)>(layer->in_features) * divide_up(layer->out_features, kPanel);
+    return with_kernel(layer->dtype, layer->quantization, [&](auto kernel) {
+        return panel_bytes<decltype(kernel)>(layer->quantization, layer->in_features) *
+               divide_up(layer->out_features, kPanel);
     });
 }
 
 // Packs `weight`, [out_features, in_features] in the layer's type, to `layer->weight`, aligned to 64 bytes.
 PENSTOCK_EXPORT(void, linear_pack)(const Linear* layer, const void* weight, int64_t threads) {
-    with_kernel(layer->dtype, [&](auto kernel) { pack<decltype(kernel)>(*layer, weight, threads); });
+    with_kernel(layer->dtype, nullptr, [&](auto kernel) {
+        if constexpr (!kIsQuantized<decltype(kernel)>) pack<decltype(kernel)>(*layer, weight, threads);
+    });
+}
+
+// Packs codes, [out_features, in_features], and scales, zeros and minima, each [out_features, groups] in the type of the
+// layer's quantization; zeros and minima may be null.
+PENSTOCK_EXPORT(void, linear_pack_quantized)
+(const Linear* layer, const uint8_t* codes, const char* scales, const char* zeros, const char* minima, int64_t threads) {
+    with_kernel(layer->dtype, layer->quantization, [&](auto kernel) {
+        using Kernel = decltype(kernel);
+        if constexpr (kIsQuantized<Kernel>) {
+            const Quantization& quantization = *layer->quantization;
+            const int64_t bytes = panel_bytes<Kernel>(&quantization, layer->in_features);
+            const int64_t row_bytes = divide_up(layer->in_features, quantization.group) *
+                                      (quantization.number_type == kFloat32 ? 4 : 2);
+            pack_panels(*layer, threads, [&](int64_t panel, int64_t first, int64_t columns) {
+                const int64_t at = first * row_bytes;
+                const char* numbers[3] = {scales + at, zeros ? zeros + at : nullptr, minima ? minima + at : nullptr};
+                Kernel::pack_panel(quantization, codes + first * layer->in_features, numbers,
+                                   const_cast<char*>(layer->weight) + panel * bytes, columns, layer->in_features);
+            });
+        }
+    });
 }
 
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
 PENSTOCK_EXPORT(void, linear)(const Linear* layer, const void* x, void* out, int64_t rows, int64_t threads) {
-    with_kernel(layer->dtype, [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });
+    with_kernel(layer->dtype, layer->quantization,
+                [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });
 }

@@ -12,6 +12,9 @@
 //   Session                  whatever must be set up on a thread before, and undone after, its tiles
 //   run(tile)                computes the tile, every output element by one accumulation over K in ascending order
 //
+// A kernel of quantized weights (`kIsQuantized`) is given their description, and has panel_bytes(quantization, k) and
+// multiply_panel(...) of its own.
+//
 // Rows are reordered and grouped for speed alone. An output element sees its own row of x, its own row of the weight
 // and nothing else, in an order that no size but K decides: that is what makes a token independent of its batch.
 #pragma once
@@ -31,6 +34,8 @@ namespace {
 // Columns of output that a panel of packed weights holds.
 constexpr int64_t kPanel = 32;
 
+struct Quantization;
+
 // A layer as described in kernels/linear.py: `weight` is packed, `bias` is [out_features] or null.
 struct Linear {
     const char* weight;
@@ -39,6 +44,7 @@ struct Linear {
     int64_t out_features;
     int64_t dtype;
     int64_t is_wide;  // whether the output is float32, as accumulated, instead of the layer's own type
+    const Quantization* quantization;  // of the weight, or null
 };
 
 // Weights to prefetch while a tile computes, in even portions: a burst would fill the processor's list of pending
@@ -120,8 +126,14 @@ int64_t row_parts(const Linear& layer, int64_t rows, int64_t threads) {
 }
 
 template <class Kernel>
-int64_t panel_bytes(int64_t k) {
-    return Kernel::padded_k(k) * kPanel * static_cast<int64_t>(sizeof(typename Kernel::Element));
+constexpr bool kIsQuantized = false;
+
+template <class Kernel>
+int64_t panel_bytes(const Quantization* quantization, int64_t k) {
+    if constexpr (kIsQuantized<Kernel>)
+        return Kernel::panel_bytes(*quantization, k);
+    else
+        return Kernel::padded_k(k) * kPanel * static_cast<int64_t>(sizeof(typename Kernel::Element));
 }
 
 template <class Kernel>
@@ -156,11 +168,11 @@ int64_t most_rows(int64_t k) {
     return larger(1, rows_bytes() / row_bytes / Kernel::kRows) * Kernel::kRows;
 }
 
-// Multiplies the rows by one panel. `tile` describes the output and the bias, starting with the first row. If another
-// panel `follows` this one in memory, it is prefetched meanwhile.
+// `multiply_panel` by a panel that is not quantized.
 template <class Kernel>
-void multiply_panel(const Blocks<Kernel>& x, const char* weight, bool follows, Tile<typename Kernel::Element> tile) {
-    const int64_t bytes = panel_bytes<Kernel>(x.k);
+void multiply_dense_panel(const Blocks<Kernel>& x, const char* weight, bool follows,
+                          Tile<typename Kernel::Element> tile) {
+    const int64_t bytes = panel_bytes<Kernel>(nullptr, x.k);
     const int64_t share = larger(1, Kernel::kStepBytes / x.count);
     const int64_t block_share = share * (bytes / Kernel::kStepBytes);
     char* out = tile.out;
@@ -176,6 +188,17 @@ void multiply_panel(const Blocks<Kernel>& x, const char* weight, bool follows, T
     }
 }
 
+// Multiplies the rows by one panel. `tile` describes the output and the bias, starting with the first row. If another
+// panel `follows` this one in memory, it is prefetched meanwhile.
+template <class Kernel>
+void multiply_panel(const Blocks<Kernel>& x, const Quantization* quantization, const char* weight, bool follows,
+                    Tile<typename Kernel::Element> tile) {
+    if constexpr (kIsQuantized<Kernel>)
+        Kernel::multiply_panel(x, *quantization, weight, follows, tile);
+    else
+        multiply_dense_panel(x, weight, follows, tile);
+}
+
 // Multiplies every panel of `panels` by the rows of x at `x`, which are packed first.
 template <class Kernel>
 void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t rows, Range panels) {
@@ -183,7 +206,7 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
     blocks.packed = scratch.reserve(blocks.size());
     for (int64_t block = 0; block < blocks.count; ++block)
         blocks.pack(block, x + blocks.first(block) * layer.in_features);
-    const int64_t bytes = panel_bytes<Kernel>(layer.in_features), out_size = out_bytes<Kernel>(layer);
+    const int64_t bytes = panel_bytes<Kernel>(layer.quantization, layer.in_features), out_size = out_bytes<Kernel>(layer);
     Tile<typename Kernel::Element> tile{};
     tile.out_stride = layer.out_features * out_size;
     tile.is_wide = layer.is_wide != 0;
@@ -192,7 +215,7 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
         tile.bias = layer.bias ? layer.bias + column : nullptr;
         tile.out = out + column * out_size;
         tile.columns = smaller(kPanel, layer.out_features - column);
-        multiply_panel(blocks, layer.weight + panel * bytes, panel + 1 < panels.end, tile);
+        multiply_panel(blocks, layer.quantization, layer.weight + panel * bytes, panel + 1 < panels.end, tile);
     }
 }
 
@@ -235,19 +258,25 @@ void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64
     run_parts(parts, threads, [&](int64_t part) { multiply_part<Kernel>(layer, x, out, rows, part, parts); });
 }
 
+// Calls pack_panel(panel, its first column, its number of columns) for every panel of a layer's weight.
+template <class Pack>
+void pack_panels(const Linear& layer, int64_t threads, const Pack& pack_panel) {
+    run_parts(threads, threads, [&](int64_t part) {
+        const Range panels = part_of(divide_up(layer.out_features, kPanel), part, threads);
+        for (int64_t panel = panels.begin; panel < panels.end; ++panel)
+            pack_panel(panel, panel * kPanel, smaller(kPanel, layer.out_features - panel * kPanel));
+    });
+}
+
 // Writes the packed form of `weight` [out_features, in_features] where `layer.weight` points.
 template <class Kernel>
 void pack(const Linear& layer, const void* weight, int64_t threads) {
     using Element = typename Kernel::Element;
-    const int64_t bytes = panel_bytes<Kernel>(layer.in_features);
-    run_parts(threads, threads, [&](int64_t part) {
-        const Range panels = part_of(divide_up(layer.out_features, kPanel), part, threads);
-        for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-            const int64_t first = panel * kPanel;
-            Kernel::pack_panel(static_cast<const Element*>(weight) + first * layer.in_features,
-                               reinterpret_cast<Element*>(const_cast<char*>(layer.weight) + panel * bytes),
-                               smaller(kPanel, layer.out_features - first), layer.in_features);
-        }
+    const int64_t bytes = panel_bytes<Kernel>(nullptr, layer.in_features);
+    pack_panels(layer, threads, [&](int64_t panel, int64_t first, int64_t columns) {
+        Kernel::pack_panel(static_cast<const Element*>(weight) + first * layer.in_features,
+                           reinterpret_cast<Element*>(const_cast<char*>(layer.weight) + panel * bytes), columns,
+                           layer.in_features);
     });
 }
 

@@ -1,0 +1,236 @@
+// Layers of 8-bit weights that quantize their inputs (kernels/quantized.py): a row of x is rounded to integers with a
+// scale of its own, and an output is the exact sum of the products, times the row's scale, times the column's.
+//
+// A panel of packed weights is the 32 scales, 128 times the sum of each column's integers as int32, and [K / 4][32][4]
+// integers, K padded with zeros. As sums are exact, instruction sets give the same bits, whatever their order.
+#pragma once
+
+#include "linear_quantized.h"
+
+namespace {
+
+constexpr float kLargest = 127;
+// The top half of 2^-119: of numbers much smaller, 127 has no multiple.
+constexpr uint16_t kLeastBits = 8 << 7;
+// What is added to an input for the instruction that multiplies unsigned by signed bytes.
+constexpr int kOffset = 128;
+
+struct IntegerSums {
+    using Element = BFloatKernel::Element;
+    static constexpr int64_t kRows = 8;
+    static constexpr int64_t kStepBytes = 128;
+    static constexpr bool kWholeBlocks = false;
+    static constexpr int64_t kHeaderBytes = kPanel * 8;
+
+    static int64_t padded_k(int64_t k) { return round_up(k, 4); }
+    static int64_t panel_bytes(const Quantization&, int64_t k) { return kHeaderBytes + padded_k(k) * kPanel; }
+
+    struct Session {
+        explicit Session(int64_t) {}
+    };
+
+#if defined(__AVX512F__)
+    // Checked at run time: processors with AVX-512 have it or not, whatever else they have.
+    static bool multiplies_bytes() {
+        static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
+        return has_vnni;
+    }
+#else
+    static bool multiplies_bytes() { return false; }
+#endif
+
+    // A row's inputs are bytes, or 16 bits each, in the order [K / 4][rows][4]; the scales follow those of all rows.
+    static int64_t input_bytes(int64_t rows, int64_t k) {
+        return round_up(padded_k(k) * rows * (multiplies_bytes() ? 1 : 2), 64);
+    }
+    static int64_t x_bytes(int64_t rows, int64_t k) { return input_bytes(rows, k) + round_up(rows * 4, 64); }
+
+    static void pack_panel(const Quantization&, const uint8_t* codes, const char* const (&numbers)[3], char* weight,
+                           int64_t columns, int64_t k) {
+        memset(weight, 0, kHeaderBytes + padded_k(k) * kPanel);
+        memcpy(weight, numbers[0], columns * sizeof(float));
+        int32_t* sums = reinterpret_cast<int32_t*>(weight) + kPanel;
+        for (int64_t column = 0; column < columns; ++column)
+            for (int64_t input = 0; input < k; ++input) {
+                const int8_t code = static_cast<int8_t>(codes[column * k + input]);
+                weight[kHeaderBytes + (input / 4 * kPanel + column) * 4 + input % 4] = code;
+                sums[column] += kOffset * code;
+            }
+    }
+
+    // The scale is the largest magnitude over 127 and an input is rounded to nearest even of its multiple of 127 over that
+    // magnitude, as vLLM does it. A row that is not finite, or too small for that, has zeros.
+    static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
+        float* scales = reinterpret_cast<float*>(packed + input_bytes(rows, k));
+        for (int64_t row = 0; row < rows; ++row) {
+            const uint16_t* inputs = reinterpret_cast<const uint16_t*>(x) + row * k;
+            uint16_t most = 0;
+            for (int64_t input = 0; input < k; ++input) {
+                const uint16_t magnitude = inputs[input] & 0x7fff;
+                most = most < magnitude ? magnitude : most;
+            }
+            const float magnitude = widen_bits(most);
+            scales[row] = magnitude / kLargest;
+            const float factor = most >= kLeastBits && most < 0x7f80 ? kLargest / magnitude : 0;
+            if (multiplies_bytes())
+                pack_row<uint8_t>(inputs, factor, kOffset, packed, rows, row, k);
+            else
+                pack_row<int16_t>(inputs, factor, 0, packed, rows, row, k);
+        }
+    }
+
+    static inline float widen_bits(uint16_t from) {
+        const uint32_t bits = static_cast<uint32_t>(from) << 16;
+        float value;
+        memcpy(&value, &bits, 4);
+        return value;
+    }
+
+    template <class Input>
+    static void pack_row(const uint16_t* inputs, float factor, int32_t offset, char* packed, int64_t rows, int64_t row,
+                         int64_t k) {
+        constexpr int64_t kSome = 64;
+        Input* to = reinterpret_cast<Input*>(packed) + row * 4;
+        for (int64_t first = 0; first < padded_k(k); first += kSome) {
+            uint16_t own[kSome] = {};
+            Input integers[kSome];
+            memcpy(own, inputs + first, smaller(kSome, k - first) * sizeof *own);
+            for (int64_t i = 0; i < kSome; ++i) {
+                const float scaled = factor == 0 ? 0 : widen_bits(own[i]) * factor;
+                const float limited = scaled > kLargest ? kLargest : scaled < -kLargest ? -kLargest : scaled;
+                // Adding 1.5 * 2^23 leaves no room for a fraction: the sum is rounded to an integer.
+                const float sum = limited + 12582912.0f;
+                int32_t bits;
+                memcpy(&bits, &sum, 4);
+                integers[i] = static_cast<Input>(bits - 0x4b400000 + offset);
+            }
+            const int64_t count = smaller(kSome, padded_k(k) - first);
+            if (rows == 1)
+                memcpy(to + first, integers, count * sizeof(Input));
+            else
+                for (int64_t i = 0; i < count; i += 4) memcpy(to + (first + i) * rows, integers + i, 4 * sizeof(Input));
+        }
+    }
+
+#if defined(__AVX512F__)
+    template <int kCount>
+    static __attribute__((noinline, target("avx512vnni"))) void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
+        __m512i low[kCount], high[kCount];
+        for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_si512();
+        const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
+        const char* weight = tile.weight + kHeaderBytes;
+        const char* end = weight + tile.k * kPanel;
+        const __m512i* column_sums = reinterpret_cast<const __m512i*>(tile.weight + kPanel * 4);
+        Prefetch prefetch = tile.prefetch;
+        for (; weight < end; weight += 128, x += kCount) {
+            prefetch.advance();
+            const __m512i left = _mm512_load_si512(weight), right = _mm512_load_si512(weight + 64);
+            for (int row = 0; row < kCount; ++row) {
+                const __m512i four = _mm512_set1_epi32(x[row]);
+                low[row] = _mm512_dpbusd_epi32(low[row], four, left);
+                high[row] = _mm512_dpbusd_epi32(high[row], four, right);
+            }
+        }
+        for (int row = 0; row < kCount; ++row) {
+            _mm512_store_si512(sums + row * kPanel, _mm512_sub_epi32(low[row], column_sums[0]));
+            _mm512_store_si512(sums + row * kPanel + 16, _mm512_sub_epi32(high[row], column_sums[1]));
+        }
+    }
+#endif
+
+    // Eight columns at a time.
+    template <int kCount>
+    static __attribute__((noinline)) void sum_words(const Tile<Element>& tile, int32_t* sums) {
+        const int16_t* inputs = reinterpret_cast<const int16_t*>(tile.x);
+        const char* weight = tile.weight + kHeaderBytes;
+        for (int64_t column = 0; column < kPanel; column += 8) {
+#if defined(__AVX2__)
+            // Of each column, the sums of the first two and of the last two of every four inputs.
+            __m256i low[kCount], high[kCount];
+            for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm256_setzero_si256();
+            const char* from = weight + column * 4;
+            const int16_t* x = inputs;
+            for (int64_t input = 0; input < tile.k; input += 4, from += kPanel * 4, x += kCount * 4) {
+                const __m256i left = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i*)from));
+                const __m256i right = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i*)(from + 16)));
+                for (int row = 0; row < kCount; ++row) {
+                    int64_t four;
+                    memcpy(&four, x + row * 4, 8);
+                    const __m256i all = _mm256_set1_epi64x(four);
+                    low[row] = _mm256_add_epi32(low[row], _mm256_madd_epi16(all, left));
+                    high[row] = _mm256_add_epi32(high[row], _mm256_madd_epi16(all, right));
+                }
+            }
+            for (int row = 0; row < kCount; ++row) {
+                const __m256i both = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[row], high[row]), 0b11011000);
+                _mm256_storeu_si256((__m256i*)(sums + row * kPanel + column), both);
+            }
+#else
+            for (int row = 0; row < kCount; ++row)
+                for (int64_t own = column; own < column + 8; ++own) {
+                    int32_t sum = 0;
+                    for (int64_t input = 0; input < tile.k; ++input)
+                        sum += inputs[input / 4 * 4 * kCount + row * 4 + input % 4] *
+                               static_cast<int8_t>(weight[(input / 4 * kPanel + own) * 4 + input % 4]);
+                    sums[row * kPanel + own] = sum;
+                }
+#endif
+        }
+    }
+
+    template <int kCount>
+    static void run(const Tile<Element>& tile) {
+        if constexpr (kCount > 1)
+            if (tile.rows < kCount) return run<kCount - 1>(tile);
+        alignas(64) int32_t sums[kCount * kPanel];
+#if defined(__AVX512F__)
+        if (multiplies_bytes())
+            sum_bytes<kCount>(tile, sums);
+        else
+#endif
+            sum_words<kCount>(tile, sums);
+        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums + row * kPanel);
+    }
+
+    static void store_row(const Tile<Element>& tile, int64_t row, const int32_t* sums) {
+        const float scale = reinterpret_cast<const float*>(tile.x + input_bytes(tile.rows, tile.k))[row];
+        const float* scales = reinterpret_cast<const float*>(tile.weight);
+        alignas(64) float values[kPanel], bias[kPanel] = {};
+        for (int64_t column = 0; column < kPanel; ++column) values[column] = static_cast<float>(sums[column]);
+        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
+        for (int64_t part = 0; part < kPanel; part += kLanes) {
+            Vector value = times(times(load(values + part), broadcast(scale)), load(scales + part));
+            if (tile.bias) value = add(value, load(bias + part));
+            store(reinterpret_cast<Float*>(values + part), value);
+        }
+        char* out = tile.out + row * tile.out_stride;
+        if (tile.is_wide) {
+            memcpy(out, values, tile.columns * sizeof(float));
+            return;
+        }
+        alignas(64) BFloat line[kPanel];
+        for (int64_t part = 0; part < kPanel; part += kLanes) store(line + part, load(values + part));
+        memcpy(out, line, tile.columns * sizeof(BFloat));
+    }
+
+    static void multiply_panel(const Blocks<IntegerSums>& x, const Quantization& quantization, const char* weight,
+                               bool follows, Tile<Element> tile) {
+        const int64_t bytes = panel_bytes(quantization, x.k);
+        char* out = tile.out;
+        tile.weight = weight;
+        tile.k = padded_k(x.k);
+        tile.prefetch = Prefetch{weight + bytes, follows ? kStepBytes : 0};
+        for (int64_t block = 0; block < x.count; ++block) {
+            tile.x = x.packed + block * x.bytes;
+            tile.out = out + x.first(block) * tile.out_stride;
+            tile.rows = x.height_of(block);
+            run<kRows>(tile);
+            tile.prefetch.step = 0;
+        }
+    }
+};
+
+template <>
+constexpr bool kIsQuantized<IntegerSums> = true;
+
+}  // namespace

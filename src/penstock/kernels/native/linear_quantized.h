@@ -1,0 +1,570 @@
+// bfloat16 layers whose weights stay quantized in memory (kernels/quantized.py): what a kernel multiplies by is the
+// weight's values, rounded to bfloat16, in the very order of the kernel for bfloat16, so the bits are that layer's.
+//
+// A panel of packed weights is, for one group of inputs after another, the numbers of its 32 columns (scales, then zeros
+// and minima if there are any) and its codes in units of 16 inputs, the last one padded. Many rows take a panel that is
+// dequantised once into this thread's memory; few rows, for which the memory's bandwidth decides, take each value from a
+// register.
+#pragma once
+
+#include "linear_fma.h"
+#include "linear_pairs.h"
+
+namespace {
+
+// What the codes of a weight are; also in kernels/quantized.py.
+enum QuantizedKind : int64_t {
+    kNibbles = 0,   // 4 bits that number an entry of the codebook
+    kIntegers = 1,  // 8 bits, in two's complement
+    kFloats = 2,    // 8 bits, E4M3
+    kTable = 3,     // 8 bits that number an entry of the codebook
+    kSums = 4,      // 8 bits, in two's complement, of a layer that quantizes its inputs (linear_integers.h)
+};
+
+struct Quantization {
+    int64_t kind;
+    int64_t group;         // inputs
+    int64_t number_type;   // of scales, zeros and minima
+    int64_t has_zeros;
+    int64_t has_minima;
+    int64_t has_tiny;      // whether a value may be less than the least normal number before it is rounded
+    float codebook[256];
+};
+
+constexpr int64_t kUnit = 16;  // inputs
+
+// Where the parts of a panel are.
+struct QuantizedPanel {
+    int64_t k, group, groups, array_bytes, header_bytes, unit_bytes;
+
+    QuantizedPanel(const Quantization& quantization, int64_t k)
+        : k(k), group(smaller(quantization.group, round_up(k, kUnit))), groups(divide_up(k, group)) {
+        array_bytes = kPanel * (quantization.number_type == kFloat32 ? 4 : 2);
+        header_bytes = array_bytes * (1 + (quantization.has_zeros != 0) + (quantization.has_minima != 0));
+        unit_bytes = kUnit * kPanel / (quantization.kind == kNibbles ? 2 : 1);
+    }
+    int64_t bytes() const { return groups * header_bytes + divide_up(k, kUnit) * unit_bytes; }
+    int64_t units_of(int64_t number) const { return divide_up(smaller(group, k - number * group), kUnit); }
+};
+
+template <int kNumber>
+struct Constant {
+    static constexpr int value = kNumber;
+};
+
+// Calls action(kind, is_affine) for all kinds but kSums; `is_affine` is whether there are zeros or minima.
+template <class Action>
+void with_kind(const Quantization& quantization, const Action& action) {
+    const bool is_affine = quantization.has_zeros || quantization.has_minima;
+#define KIND(kind) is_affine ? action(Constant<kind>{}, Constant<1>{}) : action(Constant<kind>{}, Constant<0>{})
+    switch (quantization.kind) {
+        case kNibbles: return KIND(kNibbles);
+        case kIntegers: return KIND(kIntegers);
+        case kFloats: return KIND(kFloats);
+        default: return KIND(kTable);
+    }
+#undef KIND
+}
+
+// E4M3 is read as the top of a float16, which is less by this factor; the scales take it, exactly.
+constexpr float kFloatsFactor = 256;
+
+#if defined(__AVX512F__)
+
+using Words = __m512i;
+struct Codebook {
+    __m512 values;
+    explicit Codebook(const float* from) : values(_mm512_loadu_ps(from)) {}
+};
+
+inline Words load_words(const char* from) { return _mm512_loadu_si512(from); }
+inline Words next_nibbles(Words words) { return _mm512_srli_epi32(words, 4); }
+// Of the lowest four bits of each word; the instruction ignores the others.
+inline Vector look_up(const Codebook& codebook, Words words) { return _mm512_permutexvar_ps(words, codebook.values); }
+inline Vector from_integers(const char* codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+}
+inline Vector from_floats(const char* codes) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
+inline Vector from_table(const char* codes, const float* codebook) {
+    return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)), codebook, 4);
+}
+inline Vector minus(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+// A compiler may not fuse this product with the difference that follows it.
+inline Vector times(Vector a, Vector b) {
+    Vector product = _mm512_mul_ps(a, b);
+    asm("" : "+v"(product));
+    return product;
+}
+// To bfloat16, to nearest even; there is no NaN.
+inline Vector rounded(Vector value) {
+    const __m512i bits = (__m512i)value;
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return (Vector)_mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+}
+inline void store_high_halves(uint16_t* to, Vector value) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)value, 16)));
+}
+
+#elif defined(__AVX2__)
+
+using Words = __m256i;
+struct Codebook {
+    __m256 low, high;
+    explicit Codebook(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+};
+
+inline Words load_words(const char* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline Words next_nibbles(Words words) { return _mm256_srli_epi32(words, 4); }
+// The instructions ignore the bits above the third, which the blend takes as a sign.
+inline Vector look_up(const Codebook& codebook, Words words) {
+    const __m256 low = _mm256_permutevar8x32_ps(codebook.low, words);
+    const __m256 high = _mm256_permutevar8x32_ps(codebook.high, words);
+    return _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(words, 28));
+}
+inline Vector from_integers(const char* codes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+}
+inline Vector from_floats(const char* codes) {
+    const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)codes)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
+inline Vector from_table(const char* codes, const float* codebook) {
+    return _mm256_i32gather_ps(codebook, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)), 4);
+}
+inline Vector minus(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+inline Vector times(Vector a, Vector b) {
+    Vector product = _mm256_mul_ps(a, b);
+    asm("" : "+x"(product));
+    return product;
+}
+inline Vector rounded(Vector value) {
+    const __m256i bits = (__m256i)value;
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    return (Vector)_mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+}
+inline void store_high_halves(uint16_t* to, Vector value) {
+    const __m256i high = _mm256_srli_epi32((__m256i)value, 16);
+    const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0b1000);
+    _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(narrow));
+}
+
+#else
+
+typedef uint32_t Words __attribute__((vector_size(16)));
+struct Codebook {
+    const float* values;
+    explicit Codebook(const float* from) : values(from) {}
+};
+
+inline Words load_words(const char* from) {
+    Words words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+inline Words next_nibbles(Words words) { return words >> 4; }
+inline Vector look_up(const Codebook& codebook, Words words) {
+    return Vector{codebook.values[words[0] & 15], codebook.values[words[1] & 15], codebook.values[words[2] & 15],
+                  codebook.values[words[3] & 15]};
+}
+inline Vector from_integers(const char* codes) {
+    const int8_t* from = reinterpret_cast<const int8_t*>(codes);
+    return Vector{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
+}
+inline Vector from_table(const char* codes, const float* codebook) {
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(codes);
+    return Vector{codebook[from[0]], codebook[from[1]], codebook[from[2]], codebook[from[3]]};
+}
+inline Vector from_floats(const char* codes) {
+    Vector result;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const uint32_t code = static_cast<uint8_t>(codes[lane]);
+        const uint16_t bits = static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
+        result[lane] = widen(Half{bits});
+    }
+    return result;
+}
+inline Vector minus(Vector a, Vector b) { return a - b; }
+inline Vector times(Vector a, Vector b) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const float product = a[lane] * b[lane];
+        uint32_t bits;
+        memcpy(&bits, &product, 4);
+        asm("" : "+r"(bits));
+        memcpy(&a[lane], &bits, 4);
+    }
+    return a;
+}
+inline Vector rounded(Vector value) {
+    Words bits = (Words)value;
+    bits += (bits >> 16 & 1) + 0x7fff;
+    return (Vector)(bits & 0xffff0000);
+}
+inline void store_high_halves(uint16_t* to, Vector value) {
+    const Words bits = (Words)value;
+    for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<uint16_t>(bits[lane] >> 16);
+}
+
+#endif
+
+// kLanes numbers of a group, from column `at` on.
+inline Vector load_numbers(const char* array, int64_t type, int64_t at) {
+    switch (type) {
+        case kBFloat16: return load(reinterpret_cast<const BFloat*>(array) + at);
+        case kFloat16: return load(reinterpret_cast<const Half*>(array) + at);
+        default: return load(reinterpret_cast<const float*>(array) + at);
+    }
+}
+
+// The numbers of kCount columns of a group.
+template <int kKind, bool kAffine>
+struct Numbers {
+    Vector scale, zero, minimum;
+
+    static inline __attribute__((always_inline)) Numbers load(const Quantization& quantization,
+                                                              const QuantizedPanel& panel, const char* header,
+                                                              int64_t at) {
+        const int64_t type = quantization.number_type;
+        Numbers numbers{load_numbers(header, type, at), ::zero(), ::zero()};
+        if constexpr (kKind == kFloats) numbers.scale = times(numbers.scale, broadcast(kFloatsFactor));
+        if constexpr (kAffine) {
+            if (quantization.has_zeros) numbers.zero = load_numbers(header + panel.array_bytes, type, at);
+            if (quantization.has_minima)
+                numbers.minimum = load_numbers(header + panel.header_bytes - panel.array_bytes, type, at);
+        }
+        return numbers;
+    }
+    inline __attribute__((always_inline)) Vector value(Vector code) const {
+        if constexpr (kAffine) code = minus(code, zero);
+        code = times(code, scale);
+        if constexpr (kAffine) code = minus(code, minimum);
+        return code;
+    }
+};
+
+template <int kKind>
+inline __attribute__((always_inline)) Vector from_bytes(const char* codes, const Quantization& quantization) {
+    if constexpr (kKind == kIntegers) return from_integers(codes);
+    if constexpr (kKind == kFloats) return from_floats(codes);
+    return from_table(codes, quantization.codebook);
+}
+
+// Units for Fma: 4 bits are [2][32 columns] words, of 8 inputs each, and 8 bits are [16][32 columns].
+struct ColumnUnits {
+    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, bool is_nibble) {
+        if (is_nibble)
+            reinterpret_cast<uint32_t*>(unit)[input / 8 * kPanel + column] |= code << input % 8 * 4;
+        else
+            unit[input * kPanel + column] = static_cast<char>(code);
+    }
+
+    static constexpr int kVectors = kPanel / kLanes;
+
+    // Calls take(input, vector of columns, values) for every input of a unit.
+    template <int kKind, bool kAffine, class Take>
+    static inline __attribute__((always_inline)) void each_input(const Quantization& quantization,
+                                                                 const Codebook& codebook,
+                                                                 const Numbers<kKind, kAffine>& numbers,
+                                                                 const char* unit, int part, const Take& take) {
+        if constexpr (kKind == kNibbles) {
+            for (int half = 0; half < 2; ++half) {
+                Words words = load_words(unit + (half * kPanel + part * kLanes) * 4);
+                for (int input = 0; input < 8; ++input, words = next_nibbles(words))
+                    take(half * 8 + input, numbers.value(look_up(codebook, words)));
+            }
+        } else {
+            for (int input = 0; input < kUnit; ++input)
+                take(input, numbers.value(from_bytes<kKind>(unit + input * kPanel + part * kLanes, quantization)));
+        }
+    }
+
+    template <int kKind, bool kAffine, bool kTiny>
+    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight, char* out) {
+        const Codebook codebook(quantization.codebook);
+        uint16_t* to = reinterpret_cast<uint16_t*>(out);
+        for (int64_t group = 0; group < panel.groups; ++group) {
+            const char* units = weight + panel.header_bytes;
+            const int64_t count = panel.units_of(group);
+            for (int part = 0; part < kVectors; ++part) {
+                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, weight, part * kLanes);
+                for (int64_t unit = 0; unit < count; ++unit)
+                    each_input<kKind, kAffine>(
+                        quantization, codebook, numbers, units + unit * panel.unit_bytes, part,
+                        [&](int input, Vector value) {
+                            store_high_halves(to + (unit * kUnit + input) * kPanel + part * kLanes, rounded(value));
+                        });
+            }
+            weight = units + count * panel.unit_bytes;
+            to += count * kUnit * kPanel;
+        }
+    }
+
+    static void clear(char* out, int64_t k) { static_cast<void>(out), static_cast<void>(k); }
+
+    template <class Base, int kCount, int kKind, bool kAffine>
+    static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
+                                                     const Tile<typename Base::Element>& tile) {
+        const Codebook codebook(quantization.codebook);
+        Vector all[kCount][kVectors];
+        for (int row = 0; row < kCount; ++row)
+            for (int part = 0; part < kVectors; ++part) all[row][part] = zero();
+        const float* x = reinterpret_cast<const float*>(tile.x);
+        const char* weight = tile.weight;
+        for (int64_t group = 0; group < panel.groups; ++group) {
+            const char* units = weight + panel.header_bytes;
+            const int64_t count = panel.units_of(group);
+            for (int part = 0; part < kVectors; ++part) {
+                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, weight, part * kLanes);
+                Vector sums[kCount];
+                for (int row = 0; row < kCount; ++row) sums[row] = all[row][part];
+                for (int64_t unit = 0; unit < count; ++unit) {
+                    const char* codes = units + unit * panel.unit_bytes;
+                    const float* inputs = x + unit * kUnit * kCount;
+                    if (part == 0 && tile.prefetch.step)
+                        for (int64_t byte = 0; byte < panel.unit_bytes; byte += 64)
+                            __builtin_prefetch(codes + tile.prefetch.step + byte, 0, 2);
+                    each_input<kKind, kAffine>(quantization, codebook, numbers, codes, part,
+                                               [&](int input, Vector value) {
+                                                   const Vector weights = rounded(value);
+                                                   for (int row = 0; row < kCount; ++row)
+                                                       sums[row] = multiply_add(broadcast(inputs[input * kCount + row]),
+                                                                                weights, sums[row]);
+                                               });
+                }
+                for (int row = 0; row < kCount; ++row) all[row][part] = sums[row];
+            }
+            weight = units + count * panel.unit_bytes;
+            x += count * kUnit * kCount;
+        }
+        alignas(64) float bias[kPanel] = {};
+        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
+        for (int row = 0; row < kCount; ++row) Base::store_row(tile, row, all[row], bias);
+    }
+};
+
+#if defined(__AVX512BF16__)
+
+// Units for Pairs, whose vectors are of 8 columns with two inputs each: 4 bits are [4 vectors][8 columns][2] words, of
+// which word i has every second input from i on, and 8 bits are [8 pairs][32 columns][2].
+struct PairUnits {
+    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, bool is_nibble) {
+        if (is_nibble)
+            reinterpret_cast<uint32_t*>(unit)[column * 2 + input % 2] |= code << input / 2 * 4;
+        else
+            unit[input / 2 * 2 * kPanel + column * 2 + input % 2] = static_cast<char>(code);
+    }
+
+    static constexpr int kVectors = 4;
+
+    // Numbers of 8 columns, each twice.
+    template <int kKind, bool kAffine>
+    static inline __attribute__((always_inline)) void load_group(const Quantization& quantization,
+                                                                 const QuantizedPanel& panel, const char* header,
+                                                                 Numbers<kKind, kAffine> (&numbers)[kVectors]) {
+        const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+        for (int half = 0; half < 2; ++half) {
+            const auto both = Numbers<kKind, kAffine>::load(quantization, panel, header, half * 16);
+            for (int vector = 0; vector < 2; ++vector) {
+                const __m512i order = vector ? high : low;
+                auto& own = numbers[half * 2 + vector];
+                own.scale = _mm512_permutexvar_ps(order, both.scale);
+                if constexpr (kAffine) {
+                    own.zero = _mm512_permutexvar_ps(order, both.zero);
+                    own.minimum = _mm512_permutexvar_ps(order, both.minimum);
+                }
+            }
+        }
+    }
+
+    // Calls take(pair, values of 4 vectors) for every pair of inputs of a unit.
+    template <int kKind, bool kAffine, class Take>
+    static inline __attribute__((always_inline)) void each_pair(const Quantization& quantization,
+                                                                const Codebook& codebook,
+                                                                const Numbers<kKind, kAffine> (&numbers)[kVectors],
+                                                                const char* unit, const Take& take) {
+        Words words[kVectors];
+        if constexpr (kKind == kNibbles)
+            for (int vector = 0; vector < kVectors; ++vector) words[vector] = load_words(unit + vector * 64);
+#pragma GCC unroll 8
+        for (int pair = 0; pair < 8; ++pair) {
+            Vector values[kVectors];
+            for (int vector = 0; vector < kVectors; ++vector) {
+                if constexpr (kKind == kNibbles) {
+                    values[vector] = numbers[vector].value(look_up(codebook, words[vector]));
+                    words[vector] = next_nibbles(words[vector]);
+                } else {
+                    values[vector] = numbers[vector].value(from_bytes<kKind>(unit + pair * 64 + vector * 16, quantization));
+                }
+            }
+            take(pair, values);
+        }
+    }
+
+    // The instruction that rounds takes numbers below the least normal one for zero, as do those that multiply; but such
+    // a number may round to the least normal one.
+    template <bool kTiny>
+    static inline __attribute__((always_inline)) __m512i narrow(Vector low, Vector high) {
+        if constexpr (kTiny) low = rounded(low), high = rounded(high);
+        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    }
+
+    template <int kKind, bool kAffine, bool kTiny>
+    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight, char* out) {
+        const Codebook codebook(quantization.codebook);
+        int64_t input = 0;
+        for (int64_t group = 0; group < panel.groups; ++group) {
+            Numbers<kKind, kAffine> numbers[kVectors];
+            load_group(quantization, panel, weight, numbers);
+            weight += panel.header_bytes;
+            for (int64_t unit = 0; unit < panel.units_of(group); ++unit, input += kUnit, weight += panel.unit_bytes) {
+                char* to = out + input / 32 * 2048 + input % 32 / 2 * 64;
+                each_pair(quantization, codebook, numbers, weight, [&](int pair, const Vector (&values)[kVectors]) {
+                    _mm512_store_si512(to + pair * 64, narrow<kTiny>(values[0], values[1]));
+                    _mm512_store_si512(to + 1024 + pair * 64, narrow<kTiny>(values[2], values[3]));
+                });
+            }
+        }
+    }
+
+    // Clears what follows the last input in its step of 32.
+    static void clear(char* out, int64_t k) {
+        uint16_t* step = reinterpret_cast<uint16_t*>(out + k / 32 * 2048);
+        for (int64_t input = k % 32; k % 32 && input < 32; ++input)
+            for (int64_t column = 0; column < kPanel; ++column)
+                step[column / 16 * 512 + input / 2 * 32 + column % 16 * 2 + input % 2] = 0;
+        // Loads of tiles do not declare to the compiler that they read memory.
+        asm volatile("" : : : "memory");
+    }
+
+    template <class Base, int kCount, int kKind, bool kAffine>
+    static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
+                                                     const Tile<typename Base::Element>& tile) {
+        const Codebook codebook(quantization.codebook);
+        __m512 low[kCount], high[kCount];
+        for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_ps();
+        const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
+        const char* weight = tile.weight;
+        for (int64_t group = 0; group < panel.groups; ++group) {
+            Numbers<kKind, kAffine> numbers[kVectors];
+            load_group(quantization, panel, weight, numbers);
+            weight += panel.header_bytes;
+            const int64_t count = panel.units_of(group);
+            for (int64_t unit = 0; unit < count; ++unit, weight += panel.unit_bytes, x += 8 * kCount) {
+                const char* ahead = weight + tile.prefetch.step;
+                each_pair(quantization, codebook, numbers, weight, [&](int pair, const Vector (&values)[kVectors]) {
+                    if (kKind != kNibbles || pair % 2 == 0)
+                        __builtin_prefetch(ahead + pair * (kKind == kNibbles ? 32 : 64), 0, 2);
+                    const __m512bh left = (__m512bh)narrow<false>(values[0], values[1]);
+                    const __m512bh right = (__m512bh)narrow<false>(values[2], values[3]);
+                    for (int row = 0; row < kCount; ++row) {
+                        const __m512bh both = (__m512bh)_mm512_set1_epi32(x[pair * kCount + row]);
+                        low[row] = _mm512_dpbf16_ps(low[row], both, left);
+                        high[row] = _mm512_dpbf16_ps(high[row], both, right);
+                    }
+                });
+            }
+        }
+        for (int row = 0; row < kCount; ++row) Base::store_row(tile, row, low[row], high[row]);
+    }
+};
+
+#endif
+
+thread_local Scratch dense_panel;
+
+// The kernel `Base` for quantized weights whose units are `Units`. `kFewRows` rows are taken from registers.
+template <class Base, class Units, int kFewRows>
+struct Quantized : Base {
+    using Element = typename Base::Element;
+
+    static int64_t panel_bytes(const Quantization& quantization, int64_t k) {
+        return QuantizedPanel(quantization, k).bytes();
+    }
+
+    // Packs `columns` columns. The arrays are rows of the weight: codes [columns, k] and numbers [columns, groups].
+    static void pack_panel(const Quantization& quantization, const uint8_t* codes, const char* const (&numbers)[3],
+                           char* weight, int64_t columns, int64_t k) {
+        const QuantizedPanel panel(quantization, k);
+        const int64_t size = panel.array_bytes / kPanel;
+        const bool is_nibble = quantization.kind == kNibbles;
+        memset(weight, 0, panel.bytes());
+        for (int64_t group = 0; group < panel.groups; ++group) {
+            for (const char* array : numbers) {
+                if (!array) continue;
+                for (int64_t column = 0; column < columns; ++column)
+                    memcpy(weight + column * size, array + (column * panel.groups + group) * size, size);
+                weight += panel.array_bytes;
+            }
+            for (int64_t unit = 0; unit < panel.units_of(group); ++unit, weight += panel.unit_bytes) {
+                const int64_t first = group * panel.group + unit * kUnit;
+                for (int64_t column = 0; column < columns; ++column)
+                    for (int64_t input = first; input < smaller(first + kUnit, k); ++input)
+                        Units::store_code(weight, column, input - first, codes[column * k + input], is_nibble);
+            }
+        }
+    }
+
+    static void multiply_panel(const Blocks<Quantized>& x, const Quantization& quantization, const char* weight,
+                               bool follows, Tile<Element> tile) {
+        const QuantizedPanel panel(quantization, x.k);
+        tile.k = Base::padded_k(x.k);
+        if (x.rows <= kFewRows && x.k % 32 == 0 && !quantization.has_tiny && quantization.kind != kTable) {
+            tile.x = x.packed;
+            tile.rows = x.rows;
+            tile.weight = weight;
+            tile.prefetch.step = follows ? panel.bytes() : 0;
+            with_kind(quantization, [&](auto kind, auto is_affine) {
+                if constexpr (kind.value != kTable && kFewRows)
+                    few_rows<kFewRows, kind.value, is_affine.value>(quantization, panel, tile);
+            });
+            return;
+        }
+        char* dense = dense_panel.reserve(round_up(x.k, 32) * kPanel * 2);
+        with_kind(quantization, [&](auto kind, auto is_affine) {
+            if (quantization.has_tiny)
+                Units::template dequantise<kind.value, true, true>(quantization, panel, weight, dense);
+            else
+                Units::template dequantise<kind.value, is_affine.value, false>(quantization, panel, weight, dense);
+        });
+        Units::clear(dense, x.k);
+        char* out = tile.out;
+        tile.weight = dense;
+        const int64_t steps = tile.k * kPanel * 2 / Base::kStepBytes;
+        tile.prefetch = Prefetch{weight + panel.bytes(), follows ? divide_up(panel.bytes(), larger(1, steps)) : 0};
+        for (int64_t block = 0; block < x.count; ++block) {
+            tile.x = x.packed + block * x.bytes;
+            tile.out = out + x.first(block) * tile.out_stride;
+            tile.rows = x.height_of(block);
+            Base::run(tile);
+            tile.prefetch.step = 0;
+        }
+    }
+
+    template <int kCount, int kKind, bool kAffine>
+    static void few_rows(const Quantization& quantization, const QuantizedPanel& panel, const Tile<Element>& tile) {
+        if constexpr (kCount > 1)
+            if (tile.rows < kCount) return few_rows<kCount - 1, kKind, kAffine>(quantization, panel, tile);
+        Units::template accumulate<Base, kCount, kKind, kAffine>(quantization, panel, tile);
+    }
+};
+
+#if defined(__AMX_BF16__)
+using BFloatKernel = TilePairs;
+using QuantizedKernel = Quantized<TilePairs, PairUnits, 0>;
+#elif defined(__AVX512BF16__)
+using BFloatKernel = DotPairs;
+using QuantizedKernel = Quantized<DotPairs, PairUnits, 4>;
+#else
+using BFloatKernel = Fma<BFloat>;
+using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits, 3>;
+#endif
+
+template <>
+constexpr bool kIsQuantized<QuantizedKernel> = true;
+
+}  // namespace
