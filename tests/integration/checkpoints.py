@@ -264,7 +264,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 6,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
-            "intermediate_size": 72,
+            "intermediate_size": 160,
             "sliding_window": 26,
             "rope_parameters": {**YARN_ROPE, "truncate": False},
         },

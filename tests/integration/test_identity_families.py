@@ -28,6 +28,7 @@ from tests.integration.checkpoints import (
 )
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 from tests.integration.test_identity_ranks import answers, ranks
+from tests.quantized_formats import FORMATS, quantize_checkpoint, quantize_experts
 
 FAMILIES = (
     "qwen3-moe",
@@ -346,3 +347,27 @@ def test_fp8_blocks_are_the_values_they_stand_for(
         llm.shutdown()
     assert found[0] == found[1]
     assert found[0] != families.expected(name)
+
+
+QUANTIZED = [("qwen3-128", name, {}) for name in FORMATS if "inputs" not in name]
+QUANTIZED += [("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True})]
+
+
+@pytest.mark.parametrize(("family", "name", "arguments"), QUANTIZED)
+def test_quantized_weights_are_the_values_they_stand_for(
+    families: Families, tmp_path: Path, family: str, name: str, arguments: dict[str, Any]
+) -> None:
+    check_twins(*quantize_checkpoint(families.path(family), tmp_path, name), arguments)
+
+
+def test_experts_in_4_bit_floats_are_the_values_they_stand_for(families: Families, tmp_path: Path) -> None:
+    check_twins(*quantize_experts(families.path("gpt-oss"), tmp_path), {"tensor_parallel_size": 2})
+
+
+def check_twins(quantized: Path, twin: Path, arguments: dict[str, Any]) -> None:
+    found: list[list[Answer]] = []
+    for path, changes in ((twin, {}), (quantized, arguments)):
+        llm = engine(path, **changes)
+        found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
+        llm.shutdown()
+    assert found[0] == found[1]

@@ -28,8 +28,10 @@ from penstock.config.expert_parallel import SPARE
 from penstock.config.experts import CLAMPED, ExpertsConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.dispatch import has_gpu_kernels
-from penstock.kernels.experts import Biases, ExpertsShape, GroupedExperts, make_experts
+from penstock.kernels.experts import Biases, ExpertsShape, Formats, GroupedExperts, make_experts
 from penstock.kernels.host_memory import aligned_bytes
+from penstock.kernels.linear import PackedFormat
+from penstock.kernels.quantized import QuantizedWeight
 from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
@@ -302,29 +304,44 @@ def _load_experts(
         dtype=weights.dtype,
         is_clamped=experts.activation == CLAMPED,
     )
-    made = _make_grouped(shape, weights, experts.has_biases, allocate)
+    made: GroupedExperts | None = None
     is_fused = not weights.has(f"experts.0.{names.gate}.weight") and weights.has("experts.gate_up_proj")
     read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
     for slot, expert in enumerate(chosen):
         if expert == SPARE:
             continue
         gate_up, down, biases = read(experts, hidden, weights, names, expert)
-        gate_up, down = dense(gate_up), dense(down)
-        made.store(slot, gate_up, down, biases)
+        if made is None:
+            made = _make_grouped(shape, weights, experts.has_biases, allocate, (_format(gate_up), _format(down)))
+        try:
+            made.store(slot, gate_up, down, biases)
+        except ValueError as error:
+            raise ConfigError(
+                f"{config.path}: {weights.prefix}experts.{expert} is quantized in another way than the other experts of "
+                f"its layer, which is not supported: {error}"
+            ) from None
         for name, stored, weight in zip(("gate_up", "down"), made.weights(slot), (gate_up, down), strict=True):
             weights.check(f"{weights.prefix}experts.{expert}.{name}", stored, weight)
-    return made
+    return made or _make_grouped(shape, weights, experts.has_biases, allocate, (None, None))
+
+
+def _format(weight: LayerWeight) -> PackedFormat | None:
+    return PackedFormat.of(weight) if isinstance(weight, QuantizedWeight) else None
 
 
 def _make_grouped(
-    shape: ExpertsShape, weights: Weights, has_biases: bool, allocate: Callable[[int], torch.Tensor]
+    shape: ExpertsShape,
+    weights: Weights,
+    has_biases: bool,
+    allocate: Callable[[int], torch.Tensor],
+    formats: Formats,
 ) -> GroupedExperts:
     if has_gpu_kernels(weights.device):
         # Imported here: a CPU needs no Triton.
         from penstock.kernels.triton.experts import TritonExperts
 
         return TritonExperts(shape, has_biases, device=weights.device)
-    return make_experts(shape, has_biases, allocate=allocate)
+    return make_experts(shape, has_biases, allocate=allocate, formats=formats)
 
 
 _Expert = tuple[LayerWeight, LayerWeight, Biases | None]

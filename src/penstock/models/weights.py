@@ -314,7 +314,7 @@ class Weights:
         self, name: str, weight: LayerWeight, bias: torch.Tensor | None = None, is_wide: bool = False
     ) -> Linear:
         """Returns a layer of an existing weight, [out_features, in_features]; errors call it `prefix + name`."""
-        linear = Linear(dense(weight), bias, self.deterministic, is_wide)
+        linear = Linear(weight, bias, self.deterministic, is_wide, self.dtype)
         self.check(self.prefix + name, linear, weight)
         return linear
 

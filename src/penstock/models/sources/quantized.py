@@ -132,7 +132,10 @@ class QuantizedSource:
         middle ones. The tensor `order`, if there is one, has the group of every input.
         """
         inputs, groups = codes.shape[1], scales.shape[1]
-        group = inputs // groups if inputs % groups == 0 else self._config.group
+        group = self._config.group
+        if group < 1 or -(-inputs // group) != groups:
+            # Not the size that the configuration names for all layers.
+            group = inputs // groups if groups else 0
         if group < 1 or -(-inputs // group) != groups:
             raise ValueError(f"it has {groups} scales per row for {inputs} inputs")
         middle = 2 ** (bits - 1)
@@ -187,8 +190,10 @@ class QuantizedSource:
             if first % block[1]:
                 raise ValueError(f"inputs from {first} divide a block of {block[1]}")
             groups = slice(first // block[1], -(-end // block[1]))
-            scales = self._source.read(stored, shape, part[:-2] or ALL).float().flatten(0, max(0, len(shape) - 3))
-            return scales.unflatten(0, (-1, shape[-2])).flatten(0, 1)[of_rows][:, groups].contiguous(), block[1]
+            scales = self._source.read(stored, shape, part[:-2] or ALL).float()
+            if scales.numel() != shape[-2] * shape[-1]:
+                raise ValueError("the weights of several experts cannot be one")
+            return scales.view(shape[-2:])[of_rows][:, groups].contiguous(), block[1]
         if torch.Size(shape).numel() not in (1, rows) or others:
             raise ValueError(f"{stored} has shape {list(shape)}, which is neither one per row nor one for all")
         scales = self._source.read(stored, shape).float().reshape(-1, 1).expand(rows, 1)
