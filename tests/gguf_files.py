@@ -23,18 +23,19 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write_gguf(
-    path: Path, file: Path, kind: gguf.GGMLQuantizationType, vocabulary: dict[str, Any] | None = None
+    path: Path, file: Path, kind: gguf.GGMLQuantizationType, divisors: torch.Tensor | None = None
 ) -> Tensors:
     """Writes a checkpoint folder's model as GGUF and returns the values of its tensors, under the checkpoint's names.
 
-    `vocabulary` has the metadata of a vocabulary, by name after "tokenizer.ggml.".
+    `divisors` are those of the rotary frequencies, [head_dim / 2].
     """
     config = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _describe(writer, config)
-    _write_vocabulary(writer, vocabulary or {})
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors.float().numpy())
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     values: Tensors = {}
     for name, stored in _joined_experts(tensors).items():
@@ -76,25 +77,13 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(
         (rope.get("full_attention") or rope).get("rope_theta") or config.get("rope_theta", 10000.0)
     )
-    if config.get("num_experts"):
-        writer.add_expert_count(config["num_experts"])
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    if num_experts:
+        writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-
-
-def _write_vocabulary(writer: gguf.GGUFWriter, vocabulary: dict[str, Any]) -> None:
-    for name, value in vocabulary.items():
-        key = f"tokenizer.ggml.{name}"
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_string(key, value)
 
 
 def _in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
