@@ -21,7 +21,8 @@ ENGINE_FLAGS = {
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
-    "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config",
+    "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config", "--quantization",
+    "--quantize-head",
     "--revision", "--runner", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
     "--tensor-parallel-size", "--tokenizer",
 }  # fmt: skip
@@ -101,7 +102,7 @@ def test_the_environment_is_read_in_one_module() -> None:
 def test_environment_names_are_documented() -> None:
     assert len(env.NAMES) <= 12
     source = (ROOT / "src/penstock/config/env.py").read_text(encoding="utf-8")
-    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|RAY|CUDA)_[A-Z_]+", source)) == set(env.NAMES)
+    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|RAY|CUDA|XDG)_[A-Z_]+", source)) == set(env.NAMES)
     documentation = (ROOT / "docs/CONFIGURATION.md").read_text(encoding="utf-8")
     for name in (*env.NAMES, *ENGINE_FLAGS, *SERVER_FLAGS):
         assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"

@@ -18,9 +18,8 @@ from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile
 from penstock.config.gguf.folder import LINK, unpack_gguf
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
-from penstock.kernels.quantized import QuantizedWeight
+from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.models.sources.gguf import GGUFSource
-from penstock.models.weights import dense
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import ConfigError
 

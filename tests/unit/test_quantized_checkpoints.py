@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.config.quantization import read_quantization
-from penstock.kernels.quantized import QuantizedWeight
+from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.models.sources.opening import open_weights
 from penstock.models.sources.source import ALL, Part
-from penstock.models.weights import dense
 from penstock.utils.errors import ConfigError
 from tests.quantized_formats import FORMATS, Tensors, micro_floats
 

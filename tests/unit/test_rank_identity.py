@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from penstock.config.quantization import LoadQuantization
 from penstock.engine.cache_plan import plan_cache
 from penstock.engine.rank_identity import check_arithmetic, digest_weights
 from penstock.engine.transfer import fingerprint, meaning
@@ -174,6 +175,10 @@ def test_what_the_fingerprint_covers() -> None:
     long = replace(config.model.rope, scaling={"is_long": True})
     longer = replace(config, model=replace(config.model, rope=long))
     assert fingerprint(longer, cache, facts) not in found
+    for rounded in (LoadQuantization(layers=8), LoadQuantization(layers=4), LoadQuantization(head=8)):
+        changed = fingerprint(replace(config, load_quantization=rounded), cache, facts)
+        assert changed not in found
+        found.add(changed)
 
 
 def test_other_kernels_differ_in_nothing_that_allow_other_arithmetic_does_not_cover() -> None:
@@ -213,6 +218,8 @@ def test_the_meaning_names_what_differs() -> None:
     ):
         found = meaning(config, cache, changed)
         assert [key for key in own if found[key] != own[key]] == [name]
+    found = meaning(replace(config, load_quantization=LoadQuantization(layers=4)), cache, facts)
+    assert [key for key in own if found[key] != own[key]] == ["weights"]
 
 
 def test_ranks_with_another_arithmetic_are_refused() -> None:

@@ -21,6 +21,7 @@ from penstock.config.model import ModelConfig, load_model_config
 from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
+from penstock.config.quantization import INT4, INT8, LoadQuantization
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
@@ -29,6 +30,7 @@ from penstock.utils.names import did_you_mean
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
+ROUNDINGS, HEAD_ROUNDINGS = (INT8, INT4), (INT8,)
 EXECUTOR_BACKENDS = ("uniproc", "mp", "ray")
 PREFIX_AWARE = "prefix-aware"
 DATA_PARALLEL_POLICIES = ("least-loaded", PREFIX_AWARE)
@@ -61,6 +63,12 @@ class EngineArgs:
     load_format: str = argument(MODEL, "auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
     check_weights: bool = argument(MODEL, False, "at the start, compare packed weights with the tensors that were read")
     dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto uses the checkpoint's", metavar="DTYPE")
+    quantization: str | None = argument(
+        MODEL, None, "round the weights of unquantized layers when they are read (default: as stored)", ROUNDINGS
+    )
+    quantize_head: str | None = argument(
+        MODEL, None, "round the weights of the output head as well (default: as stored)", HEAD_ROUNDINGS
+    )
     device: str = argument(DEVICE, "auto", "auto uses CUDA where it is available, else the CPU", DEVICES)
     tensor_parallel_size: int = argument(RANKS, 1, "ranks that divide every layer among them", metavar="N")
     pipeline_parallel_size: int = argument(RANKS, 1, "stages that divide the layers among them", metavar="N")
@@ -255,6 +263,7 @@ class EngineConfig:
     device: str
     load_format: str
     check_weights: bool
+    load_quantization: LoadQuantization
     seed: int
     max_model_len_is_explicit: bool
     speculative: SpeculativeConfig | None
@@ -277,6 +286,13 @@ class EngineConfig:
             # On GPUs, each engine has its own.
             cache=replace(self.cache, num_sharers=self.parallel.dp if is_cpu else 1),
         )
+
+
+def _load_quantization(args: EngineArgs, model: ModelConfig) -> LoadQuantization:
+    for name, value in (("quantization", args.quantization), ("quantize_head", args.quantize_head)):
+        if value is not None and (model.dtype != "bfloat16" or args.device == "cuda"):
+            raise ConfigError(f"{name}={value} needs a CPU and bfloat16: set device cpu and dtype bfloat16")
+    return LoadQuantization.of(args.quantization, args.quantize_head)
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
@@ -334,6 +350,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         device=args.device,
         load_format=args.load_format,
         check_weights=args.check_weights,
+        load_quantization=_load_quantization(args, model),
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
@@ -457,6 +474,8 @@ def _check(args: EngineArgs) -> None:
         "runner": RUNNERS,
         "scheduling_policy": POLICIES,
         "load_format": LOAD_FORMATS,
+        "quantization": ROUNDINGS,
+        "quantize_head": HEAD_ROUNDINGS,
         "device": DEVICES,
         "attention_backend": ATTENTION_BACKENDS,
         "distributed_executor_backend": EXECUTOR_BACKENDS,

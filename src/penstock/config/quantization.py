@@ -50,14 +50,39 @@ class QuantizationConfig:
         )
 
 
-def read_quantization(path: Path, raw: Mapping[str, Any] | None) -> QuantizationConfig | None:
+INT4, INT8 = "int4", "int8"
+_BITS_OF = {None: 0, INT4: 4, INT8: 8}
+LOADED_GROUP = 32
+"""Inputs that share a scale in weights that are quantized when they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadQuantization:
+    """The bits of weights that are quantized when they are read, if the checkpoint's are not; 0 for as they are."""
+
+    layers: int = 0
+    head: int = 0
+
+    @classmethod
+    def of(cls, layers: str | None, head: str | None) -> LoadQuantization:
+        return cls(_BITS_OF[layers], _BITS_OF[head])
+
+    def for_head(self) -> LoadQuantization:
+        """Returns what the output head gets in the place of the other layers."""
+        return LoadQuantization(self.head, self.head)
+
+
+AS_STORED = LoadQuantization()
+
+
+def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
     """Returns None if the weights are not quantized. Raises ConfigError if they are in a way that is not served."""
     if not raw:
         return None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: quantization_config must be a JSON object, got {raw!r}")
-    reader = _Reader(path, raw)
-    method = raw.get("quant_method")
+    reader = _Reader(path, raw)  # pyright: ignore[reportUnknownArgumentType]
+    method = reader.fields.get("quant_method")
     if method == FP8:
         return _read_fp8(reader)
     if method == COMPRESSED:
@@ -125,8 +150,7 @@ def _read_block(reader: _Reader, name: str) -> tuple[int, int] | None:
         return None
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         raise ConfigError(f"{reader.path}: {reader.prefix}.{name} must be two positive integers, got {block!r}")
-    rows, columns = block  # pyright: ignore[reportUnknownVariableType]
-    return rows, columns
+    return block[0], block[1]  # pyright: ignore[reportUnknownVariableType]
 
 
 def _read_gptq(reader: _Reader) -> QuantizationConfig:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from penstock.config.engine import EngineConfig
+from penstock.config.quantization import AS_STORED
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
 from penstock.engine.rank_identity import digest_weights
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector
@@ -69,7 +70,7 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Work
         "groups": [asdict(group) for group in cache.groups],
         "attached": [asdict(layer) for layer in cache.attached],
         "arithmetic": _arithmetic(config, facts[0]),
-        "weights": digest_weights(facts).hex(),
+        "weights": _weights(config, facts),
     }
     described = json.dumps(layout, sort_keys=True).encode()
     return hashlib.blake2b(described + _model_configs(config), digest_size=16).digest()
@@ -79,11 +80,17 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
     """Returns by name everything that must be equal for KV to have the same meaning, except its layout."""
     return {
         "model configuration": hashlib.blake2b(_model_configs(config), digest_size=8).hexdigest(),
-        "weights": digest_weights(facts).hex(),
+        "weights": _weights(config, facts),
         "dtype": config.model.dtype,
         "speculator": ", ".join(layer.name for layer in cache.attached) or "none",
         "arithmetic": _arithmetic(config, facts[0]),
     }
+
+
+def _weights(config: EngineConfig, facts: Sequence[WorkerFacts]) -> str:
+    """The digest is that of the weights as they were read."""
+    rounded, digest = config.load_quantization, digest_weights(facts).hex()
+    return digest if rounded == AS_STORED else f"{digest} in {rounded.layers} bits, head in {rounded.head}"
 
 
 def _arithmetic(config: EngineConfig, facts: WorkerFacts) -> str:

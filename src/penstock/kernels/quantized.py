@@ -191,7 +191,7 @@ class QuantizedWeight:
         )
 
 
-def dense(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+def dense(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Returns the weight, or the bfloat16 values of a quantized one in the model's type."""
     return weight.dequantize().to(dtype) if isinstance(weight, QuantizedWeight) else weight
 
@@ -209,3 +209,21 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.where(is_usable, torch.full_like(largest, 127) / largest, 0.0)
     integers = (x.float() * factors).clamp(-127, 127).round()
     return integers.where(is_usable, 0.0), largest / 127
+
+
+def quantize(weight: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
+    """Returns a weight, [rows, inputs], rounded to integers of 4 or 8 bits, each group by itself.
+
+    A group's number of the largest magnitude becomes the lowest integer, exactly but for the rounding of the scale to
+    bfloat16; with one integer more on that side, all of them are used (as in ggml's Q4_0).
+    """
+    rows, inputs = weight.shape
+    lowest = 2 ** (bits - 1)
+    padded = torch.nn.functional.pad(weight.float(), (0, -inputs % group)).view(rows, -1, group)
+    extremes = padded.gather(2, padded.abs().argmax(2, keepdim=True))
+    scales = (extremes / -lowest).bfloat16()
+    # A group whose scale rounds to zero has zeros.
+    quotients = padded / torch.where(scales == 0, torch.inf, scales.float())
+    codes = (quotients.round().clamp(-lowest, lowest - 1) + lowest).to(torch.uint8)
+    codes = codes.view(rows, -1)[:, :inputs].contiguous()
+    return QuantizedWeight(codes, integers(bits, lowest), scales.squeeze(2), group, bits)

@@ -11,7 +11,7 @@ tokens of this step, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -149,7 +149,7 @@ class Decoder:
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
             norm = architecture.read_norm(inner, "norm", config.hidden_size, config.rms_norm_eps)
-            self._end = DecoderEnd(norm, _make_head(config, weights, self._embedding) if has_logits else None)
+            self._end = DecoderEnd(norm, _make_head(config, weights, inner, self._embedding) if has_logits else None)
 
     @property
     def embedding(self) -> Embedding:
@@ -243,9 +243,16 @@ def _has_tied_head(config: ModelConfig, weights: Weights) -> bool:
     return config.tie_word_embeddings and not (config.wrapper and weights.has("lm_head.weight"))
 
 
-def _make_head(config: ModelConfig, weights: Weights, embedding: Embedding | None) -> GatheredLinear:
+def _make_head(config: ModelConfig, weights: Weights, inner: Weights, embedding: Embedding | None) -> GatheredLinear:
+    """`weights` has a head of its own, `inner` the embedding."""
     vocab, hidden = config.vocab_size, config.hidden_size
+    quantization = weights.load_quantization.for_head()
+    weights, inner = (replace(each, load_quantization=quantization) for each in (weights, inner))
     if not _has_tied_head(config, weights):
         return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
     assert embedding is not None, "a tied head without an embedding"
-    return weights.gathered(weights.linear_of("lm_head", embedding.weight, is_wide=True), vocab)
+    weight = embedding.weight
+    if config.quantization is not None or quantization.head:
+        # The embedding has the values.
+        weight = inner.layer_weight({"embed_tokens.weight": vocab}, hidden)
+    return weights.gathered(weights.linear_of("lm_head", weight, is_wide=True), vocab)

@@ -15,8 +15,9 @@ import torch
 from msgspec import structs
 
 from penstock.config.expert_parallel import ExpertParallelConfig
+from penstock.config.quantization import AS_STORED, LOADED_GROUP, LoadQuantization
 from penstock.kernels.dispatch import has_gpu_kernels
-from penstock.kernels.quantized import QuantizedWeight
+from penstock.kernels.quantized import QuantizedWeight, dense, quantize
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
@@ -69,11 +70,6 @@ _Piece = tuple[str, int, range]
 
 LayerWeight = torch.Tensor | QuantizedWeight
 """The weight of a linear layer, [out_features, in_features], as the checkpoint stores it."""
-
-
-def dense(weight: LayerWeight) -> torch.Tensor:
-    """Returns a weight's values."""
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
 def reordered(weight: LayerWeight, order: torch.Tensor) -> LayerWeight:
@@ -155,7 +151,8 @@ class Weights:
     Of a tensor that the ranks of `group` divide it delivers only this rank's share. Layers are divided by outputs; with
     `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
     or as fast as possible, and `check` is called with each of them and its weight. With `expert_parallel` the ranks
-    have whole experts; these are divided among the ranks of `expert_group`, by default `group`.
+    have whole experts; these are divided among the ranks of `expert_group`, by default `group`. Layers that are stored
+    unquantized are rounded as `load_quantization` says.
     """
 
     source: WeightSource
@@ -170,6 +167,7 @@ class Weights:
     expert_group: TensorGroup | None = None
     digest: WeightsDigest = field(default_factory=WeightsDigest)
     check: Check = trust
+    load_quantization: LoadQuantization = AS_STORED
 
     def __truediv__(self, part: str | int) -> Weights:
         return replace(self, prefix=f"{self.prefix}{part}.")
@@ -215,23 +213,28 @@ class Weights:
             first += count
         return pieces
 
-    def _read_rows(self, pieces: Sequence[_Piece], *width: int) -> tuple[Iterable[LayerWeight], Sequence[int]]:
+    def _read_rows(
+        self, pieces: Sequence[_Piece], *width: int, kind: str = ""
+    ) -> tuple[Iterable[LayerWeight], Sequence[int]]:
         """Returns the pieces, which are read one after another, and the shape of all together."""
-        parts = (self._read(name, (count, *width), (slice(own.start, own.stop),)) for name, count, own in pieces)
+        parts = (
+            self._read(f"{name}{kind}", (count, *width), (slice(own.start, own.stop),)) for name, count, own in pieces
+        )
         return parts, (sum(len(own) for _, _, own in pieces), *width)
 
     def _delivered(self, parts: Iterable[LayerWeight], shape: Sequence[int]) -> torch.Tensor:
         return self.delivery(map(dense, parts), shape, self.dtype, self.device)
 
     def _joined(self, parts: Iterable[LayerWeight], shape: Sequence[int]) -> LayerWeight:
-        """Returns the rows of all parts, quantized if they are of one kind."""
+        """Returns the rows of all parts, quantized if they are of one kind, or if layers are quantized here."""
         if not keeps_quantized(self.dtype, self.device):
             return self._delivered(parts, shape)
         parts = list(parts)
         quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-        if len(quantized) < len(parts) or not all(each.is_like(quantized[0]) for each in quantized):
-            return self._delivered(parts, shape)
-        return QuantizedWeight.cat(quantized)
+        if len(quantized) == len(parts) and all(each.is_like(quantized[0]) for each in quantized):
+            return QuantizedWeight.cat(quantized)
+        weight, bits = self._delivered(parts, shape), self.load_quantization.layers
+        return quantize(weight, bits, LOADED_GROUP) if bits and weight.ndim > 1 else weight
 
     def of_expert(
         self, name: str, expert: int, shape: Sequence[int], own: Sequence[range], is_transposed: bool = False
@@ -270,10 +273,8 @@ class Weights:
         in a checkpoint that stores them so.
         """
         pieces = self._pieces(outputs, own, stored_as)
-        weight = self._joined(*self._read_rows([(f"{name}.weight", *rest) for name, *rest in pieces], width))
-        biases = None
-        if bias:
-            biases = self._delivered(*self._read_rows([(f"{name}.bias", *rest) for name, *rest in pieces]))
+        weight = self._joined(*self._read_rows(pieces, width, kind=".weight"))
+        biases = self._delivered(*self._read_rows(pieces, kind=".bias")) if bias else None
         if order is not None:
             weight = reordered(weight, order)
             biases = None if biases is None else biases[order.to(biases.device)]

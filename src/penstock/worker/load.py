@@ -81,6 +81,7 @@ def load_model(
                 expert_group=links.experts,
                 digest=digests[-1],
                 check=check,
+                load_quantization=config.load_quantization,
             )
 
     with memory_for(f"the weights of {config.model.path}", device, advice):

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-
 from penstock.config import env
 from penstock.config.gguf.architectures import read_config
 from penstock.config.gguf.file import GGUFFile

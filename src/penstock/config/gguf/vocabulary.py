@@ -112,12 +112,13 @@ def _sentence_pieces(file: GGUFFile) -> dict[str, Any]:
     are merged whose union has the highest score.
     """
     tokens = _tokens(file)
-    scores = file.metadata.get("tokenizer.ggml.scores")
+    scores: Any = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):  # pyright: ignore[reportUnknownArgumentType]
         raise ConfigError(f"{file.path} has no score for every token (tokenizer.ggml.scores): it is damaged")
     types = _types(file, tokens)
     vocabulary = _vocabulary(tokens)
-    ranked = sorted(range(len(tokens)), key=lambda number: (-scores[number], number))
+    keys: list[tuple[float, int]] = [(-score, number) for number, score in enumerate(scores)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    ranked = [number for _, number in sorted(keys)]
     merges: list[list[str]] = []
     for number in ranked:
         token = tokens[number]

@@ -193,7 +193,7 @@ def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
 def _mxfp4(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     """The exponent of a power of two has the bias of bfloat16; the smallest is denormal."""
     exponents = blocks[:, :1]
-    scales = torch.where(exponents == 0, 1 << 6, exponents.to(torch.int16) << 7).view(torch.bfloat16)
+    scales = (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16)
     return QuantizedWeight(_by_rows(_halves(blocks[:, 1:]), rows), E2M1, _by_rows(scales, rows), _GROUP)
 
 

@@ -30,7 +30,9 @@ _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 class ShapedSource(WeightSource, Protocol):
-    """A source that knows the shapes of its tensors."""
+    """A source of tensors as they are stored, which knows their shapes."""
+
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor that it has."""
@@ -209,7 +211,7 @@ class QuantizedSource:
         blocks = self._source.read(f"{name}_blocks", (count, rows, groups, 16), (chosen, own))
         exponents = self._source.read(f"{name}_scales", (count, rows, groups), (chosen, own))
         # A power of two is the exponent of a bfloat16, but for the smallest, which is denormal.
-        scales = torch.where(exponents == 0, 1 << 6, exponents.to(torch.int16) << 7).view(torch.bfloat16)
+        scales = (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16)
         codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-3)
         return QuantizedWeight(codes.flatten(0, -2), E2M1, scales.flatten(0, -2), 32)
 
