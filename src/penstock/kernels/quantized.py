@@ -209,3 +209,20 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.where(is_usable, torch.full_like(largest, 127) / largest, 0.0)
     integers = (x.float() * factors).clamp(-127, 127).round()
     return integers.where(is_usable, 0.0), largest / 127
+
+
+def quantize_absmax(weight: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
+    """Quantizes [rows, inputs] to signed integers, without calibration: the largest magnitude of a group of inputs has
+    the code of the most negative integer, with a scale of its sign. A group of 0 is all inputs.
+    """
+    rows, inputs = weight.shape
+    group, zero = group or inputs, 2 ** (bits - 1)
+    count = -(-inputs // group)
+    padded = torch.nn.functional.pad(weight.float(), (0, count * group - inputs)).view(rows, count, group)
+    extremes = padded.gather(2, padded.abs().argmax(2, keepdim=True))
+    scales = (extremes / -zero).bfloat16()
+    steps = padded / scales.float().where(scales != 0, 1.0)
+    codes = (steps.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8).view(rows, -1)[:, :inputs]
+    codebook = integers(bits, zero) if bits == 4 else signed_integers(bits)
+    codes = codes if bits == 4 else codes ^ 128
+    return QuantizedWeight(codes.contiguous(), codebook, scales.squeeze(2), group, bits)
