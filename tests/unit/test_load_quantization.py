@@ -10,7 +10,7 @@ import torch
 from penstock import LLM, SamplingParams
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.quantization import LoadQuantization
-from penstock.kernels.quantized import quantize
+from penstock.kernels.quantized import quantize_absmax
 from penstock.utils.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ from penstock.utils.errors import ConfigError
 def test_numbers_are_rounded_to_the_nearest_of_their_group(bits: int, group: int, inputs: int) -> None:
     weight = (torch.randn(40, inputs) * 0.1).bfloat16()
     weight[3] = 0
-    rounded = quantize(weight, bits, group)
+    rounded = quantize_absmax(weight, bits, group)
     assert (rounded.bits, rounded.group, rounded.shape) == (bits, group, weight.shape)
     values = rounded.dequantize().float()
     for first in range(0, inputs, group):
@@ -34,7 +34,7 @@ def test_numbers_are_rounded_to_the_nearest_of_their_group(bits: int, group: int
 
 def test_rows_are_rounded_by_themselves() -> None:
     weight = torch.randn(8, 64).bfloat16()
-    whole, part = quantize(weight, 4, 32), quantize(weight[3:5], 4, 32)
+    whole, part = quantize_absmax(weight, 4, 32), quantize_absmax(weight[3:5], 4, 32)
     assert torch.equal(whole.dequantize()[3:5], part.dequantize())
 
 

@@ -156,7 +156,7 @@ class PackedFormat:
         if not self.example.is_like(weight) or PackedFormat.of(weight).kind != self.kind:
             raise ValueError("weights of several kinds cannot be packed together")
         codes, zeros = weight.codes, weight.zeros
-        if self.kind == _Kind.INTEGERS:
+        if self.kind == _Kind.INTEGERS and not torch.equal(weight.codebook, signed_integers(8)):
             codes = (weight.codebook - self.shift).to(torch.int8).view(torch.uint8)[codes.int()]
         if self.shift:
             zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros).float() - self.shift
@@ -172,9 +172,9 @@ class PackedFormat:
 
 def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
     """Returns the kind that the kernels have for a weight, and what is subtracted from its integers."""
-    if weight.bits == 4:
-        return _Kind.NIBBLES, 0
     codebook = weight.codebook
+    if weight.bits == 4:
+        return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
     if torch.equal(codebook.nan_to_num(), E4M3.nan_to_num()) and (weight.scales.abs() < _LARGEST_SCALE).all():
         return _Kind.FLOATS, 0
     if torch.equal(codebook, codebook.round()) and not (codebook.signbit() & (codebook == 0)).any():

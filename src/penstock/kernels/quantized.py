@@ -211,19 +211,18 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return integers.where(is_usable, 0.0), largest / 127
 
 
-def quantize(weight: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
-    """Returns a weight, [rows, inputs], rounded to integers of 4 or 8 bits, each group by itself.
-
-    A group's number of the largest magnitude becomes the lowest integer, exactly but for the rounding of the scale to
-    bfloat16; with one integer more on that side, all of them are used (as in ggml's Q4_0).
+def quantize_absmax(weight: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
+    """Quantizes [rows, inputs] to signed integers, without calibration: the largest magnitude of a group of inputs has
+    the code of the most negative integer, with a scale of its sign. A group of 0 is all inputs.
     """
     rows, inputs = weight.shape
-    lowest = 2 ** (bits - 1)
-    padded = torch.nn.functional.pad(weight.float(), (0, -inputs % group)).view(rows, -1, group)
+    group, zero = group or inputs, 2 ** (bits - 1)
+    count = -(-inputs // group)
+    padded = torch.nn.functional.pad(weight.float(), (0, count * group - inputs)).view(rows, count, group)
     extremes = padded.gather(2, padded.abs().argmax(2, keepdim=True))
-    scales = (extremes / -lowest).bfloat16()
-    # A group whose scale rounds to zero has zeros.
-    quotients = padded / torch.where(scales == 0, torch.inf, scales.float())
-    codes = (quotients.round().clamp(-lowest, lowest - 1) + lowest).to(torch.uint8)
-    codes = codes.view(rows, -1)[:, :inputs].contiguous()
-    return QuantizedWeight(codes, integers(bits, lowest), scales.squeeze(2), group, bits)
+    scales = (extremes / -zero).bfloat16()
+    steps = padded / scales.float().where(scales != 0, 1.0)
+    codes = (steps.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8).view(rows, -1)[:, :inputs]
+    codebook = integers(bits, zero) if bits == 4 else signed_integers(bits)
+    codes = codes if bits == 4 else codes ^ 128
+    return QuantizedWeight(codes.contiguous(), codebook, scales.squeeze(2), group, bits)

@@ -17,7 +17,7 @@ from msgspec import structs
 from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.quantization import AS_STORED, LOADED_GROUP, LoadQuantization
 from penstock.kernels.dispatch import has_gpu_kernels
-from penstock.kernels.quantized import QuantizedWeight, dense, quantize
+from penstock.kernels.quantized import QuantizedWeight, dense, quantize_absmax
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
@@ -234,7 +234,7 @@ class Weights:
         if len(quantized) == len(parts) and all(each.is_like(quantized[0]) for each in quantized):
             return QuantizedWeight.cat(quantized)
         weight, bits = self._delivered(parts, shape), self.load_quantization.layers
-        return quantize(weight, bits, LOADED_GROUP) if bits and weight.ndim > 1 else weight
+        return quantize_absmax(weight, bits, LOADED_GROUP) if bits and weight.ndim > 1 else weight
 
     def of_expert(
         self, name: str, expert: int, shape: Sequence[int], own: Sequence[range], is_transposed: bool = False

@@ -73,6 +73,10 @@ struct Tile {
     int64_t columns;  // at most kPanel
     int64_t k;        // padded
     Prefetch prefetch;
+    // Where DotPairs has the sums of earlier inputs, [rows, kPanel], if it continues them, and leaves its own if there
+    // are inputs to come.
+    float* sums;
+    bool continues, is_unfinished;
 };
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

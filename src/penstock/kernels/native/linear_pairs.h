@@ -80,7 +80,10 @@ struct DotPairs : Pairs {
     template <int kCount>
     static __attribute__((noinline)) void accumulate(const Tile<Element>& tile) {
         __m512 low[kCount], high[kCount];
-        for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_ps();
+        for (int row = 0; row < kCount; ++row) {
+            low[row] = tile.continues ? _mm512_load_ps(tile.sums + row * kPanel) : _mm512_setzero_ps();
+            high[row] = tile.continues ? _mm512_load_ps(tile.sums + row * kPanel + 16) : _mm512_setzero_ps();
+        }
         const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
         const char* weight = tile.weight;
         Prefetch prefetch = tile.prefetch;
@@ -96,7 +99,14 @@ struct DotPairs : Pairs {
                 }
             }
         }
-        for (int row = 0; row < kCount; ++row) store_row(tile, row, low[row], high[row]);
+        for (int row = 0; row < kCount; ++row) {
+            if (tile.is_unfinished) {
+                _mm512_store_ps(tile.sums + row * kPanel, low[row]);
+                _mm512_store_ps(tile.sums + row * kPanel + 16, high[row]);
+            } else {
+                store_row(tile, row, low[row], high[row]);
+            }
+        }
     }
 };
 

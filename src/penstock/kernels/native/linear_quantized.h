@@ -45,6 +45,22 @@ struct QuantizedPanel {
     }
     int64_t bytes() const { return groups * header_bytes + divide_up(k, kUnit) * unit_bytes; }
     int64_t units_of(int64_t number) const { return divide_up(smaller(group, k - number * group), kUnit); }
+    // Where a group, of a panel at `weight`, begins with its numbers.
+    const char* at(const char* weight, int64_t number) const {
+        return weight + number * (header_bytes + group / kUnit * unit_bytes);
+    }
+
+    // Calls take(numbers, units, count) for the units of the inputs in a range that begins with one, group after group.
+    template <class Take>
+    inline __attribute__((always_inline)) void each_group(const char* weight, Range inputs, const Take& take) const {
+        while (inputs.begin < inputs.end) {
+            const int64_t number = inputs.begin / group, end = smaller(inputs.end, (number + 1) * group);
+            const char* numbers = at(weight, number);
+            const char* units = numbers + header_bytes + inputs.begin % group / kUnit * unit_bytes;
+            take(numbers, units, divide_up(end - inputs.begin, kUnit));
+            inputs.begin = end;
+        }
+    }
 };
 
 template <int kNumber>
@@ -283,14 +299,13 @@ struct ColumnUnits {
     }
 
     template <int kKind, bool kAffine, bool kTiny>
-    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight, char* out) {
+    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
+                           Range inputs, char* out) {
         const Codebook codebook(quantization.codebook);
         uint16_t* to = reinterpret_cast<uint16_t*>(out);
-        for (int64_t group = 0; group < panel.groups; ++group) {
-            const char* units = weight + panel.header_bytes;
-            const int64_t count = panel.units_of(group);
+        panel.each_group(weight, inputs, [&](const char* header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
-                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, weight, part * kLanes);
+                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
                 for (int64_t unit = 0; unit < count; ++unit)
                     each_input<kKind, kAffine>(
                         quantization, codebook, numbers, units + unit * panel.unit_bytes, part,
@@ -298,9 +313,8 @@ struct ColumnUnits {
                             store_high_halves(to + (unit * kUnit + input) * kPanel + part * kLanes, rounded(value));
                         });
             }
-            weight = units + count * panel.unit_bytes;
             to += count * kUnit * kPanel;
-        }
+        });
     }
 
     static void clear(char* out, int64_t k) { static_cast<void>(out), static_cast<void>(k); }
@@ -313,12 +327,9 @@ struct ColumnUnits {
         for (int row = 0; row < kCount; ++row)
             for (int part = 0; part < kVectors; ++part) all[row][part] = zero();
         const float* x = reinterpret_cast<const float*>(tile.x);
-        const char* weight = tile.weight;
-        for (int64_t group = 0; group < panel.groups; ++group) {
-            const char* units = weight + panel.header_bytes;
-            const int64_t count = panel.units_of(group);
+        panel.each_group(tile.weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
-                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, weight, part * kLanes);
+                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
                 Vector sums[kCount];
                 for (int row = 0; row < kCount; ++row) sums[row] = all[row][part];
                 for (int64_t unit = 0; unit < count; ++unit) {
@@ -337,9 +348,8 @@ struct ColumnUnits {
                 }
                 for (int row = 0; row < kCount; ++row) all[row][part] = sums[row];
             }
-            weight = units + count * panel.unit_bytes;
             x += count * kUnit * kCount;
-        }
+        });
         alignas(64) float bias[kPanel] = {};
         if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
         for (int row = 0; row < kCount; ++row) Base::store_row(tile, row, all[row], bias);
@@ -348,14 +358,24 @@ struct ColumnUnits {
 
 #if defined(__AVX512BF16__)
 
-// Units for Pairs, whose vectors are of 8 columns with two inputs each: 4 bits are [4 vectors][8 columns][2] words, of
-// which word i has every second input from i on, and 8 bits are [8 pairs][32 columns][2].
+// Units for Pairs, whose vectors are of 8 columns with two inputs each: 8 bits are [8 pairs][32 columns][2], and 4 bits
+// are [2][2 halves of the columns][8 columns][2 inputs][2] half words, of which the last are for a column and the eighth
+// after it, with the codes of 4 pairs each. So one look-up gives the values of two vectors, in the halves of words.
 struct PairUnits {
     static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, bool is_nibble) {
+        const int64_t pair = input / 2, own = column % 8 * 2 + input % 2;
         if (is_nibble)
-            reinterpret_cast<uint32_t*>(unit)[column * 2 + input % 2] |= code << input / 2 * 4;
+            reinterpret_cast<uint16_t*>(unit)[pair / 4 * 64 + column / 16 * 32 + own * 2 + column % 16 / 8] |=
+                static_cast<uint16_t>(code << pair % 4 * 4);
         else
-            unit[input / 2 * 2 * kPanel + column * 2 + input % 2] = static_cast<char>(code);
+            unit[pair * 2 * kPanel + column * 2 + input % 2] = static_cast<char>(code);
+    }
+
+    // The entries of the codebook in bfloat16, which has all of them, twice: the highest bit that the look-up takes is
+    // that of the next code.
+    static inline __m512i load_codebook(const float* codebook) {
+        const __m256i once = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(codebook));
+        return _mm512_broadcast_i64x4(once);
     }
 
     static constexpr int kVectors = 4;
@@ -384,22 +404,28 @@ struct PairUnits {
     // Calls take(pair, values of 4 vectors) for every pair of inputs of a unit.
     template <int kKind, bool kAffine, class Take>
     static inline __attribute__((always_inline)) void each_pair(const Quantization& quantization,
-                                                                const Codebook& codebook,
+                                                                __m512i codebook,
                                                                 const Numbers<kKind, kAffine> (&numbers)[kVectors],
                                                                 const char* unit, const Take& take) {
-        Words words[kVectors];
-        if constexpr (kKind == kNibbles)
-            for (int vector = 0; vector < kVectors; ++vector) words[vector] = load_words(unit + vector * 64);
+        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+        __m512i words[2];
 #pragma GCC unroll 8
         for (int pair = 0; pair < 8; ++pair) {
             Vector values[kVectors];
-            for (int vector = 0; vector < kVectors; ++vector) {
+            for (int half = 0; half < 2; ++half) {
+                Vector left, right;
                 if constexpr (kKind == kNibbles) {
-                    values[vector] = numbers[vector].value(look_up(codebook, words[vector]));
-                    words[vector] = next_nibbles(words[vector]);
+                    words[half] = pair % 4 == 0 ? _mm512_load_si512(unit + pair / 4 * 128 + half * 64)
+                                                : _mm512_srli_epi16(words[half], 4);
+                    const __m512i both = _mm512_permutexvar_epi16(words[half], codebook);
+                    left = (Vector)_mm512_slli_epi32(both, 16);
+                    right = (Vector)_mm512_and_si512(both, upper);
                 } else {
-                    values[vector] = numbers[vector].value(from_bytes<kKind>(unit + pair * 64 + vector * 16, quantization));
+                    left = from_bytes<kKind>(unit + pair * 64 + half * 32, quantization);
+                    right = from_bytes<kKind>(unit + pair * 64 + half * 32 + 16, quantization);
                 }
+                values[half * 2] = numbers[half * 2].value(left);
+                values[half * 2 + 1] = numbers[half * 2 + 1].value(right);
             }
             take(pair, values);
         }
@@ -414,21 +440,21 @@ struct PairUnits {
     }
 
     template <int kKind, bool kAffine, bool kTiny>
-    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight, char* out) {
-        const Codebook codebook(quantization.codebook);
+    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
+                           Range inputs, char* out) {
+        const __m512i codebook = load_codebook(quantization.codebook);
         int64_t input = 0;
-        for (int64_t group = 0; group < panel.groups; ++group) {
+        panel.each_group(weight, inputs, [&](const char* header, const char* units, int64_t count) {
             Numbers<kKind, kAffine> numbers[kVectors];
-            load_group(quantization, panel, weight, numbers);
-            weight += panel.header_bytes;
-            for (int64_t unit = 0; unit < panel.units_of(group); ++unit, input += kUnit, weight += panel.unit_bytes) {
+            load_group(quantization, panel, header, numbers);
+            for (int64_t unit = 0; unit < count; ++unit, input += kUnit, units += panel.unit_bytes) {
                 char* to = out + input / 32 * 2048 + input % 32 / 2 * 64;
-                each_pair(quantization, codebook, numbers, weight, [&](int pair, const Vector (&values)[kVectors]) {
+                each_pair(quantization, codebook, numbers, units, [&](int pair, const Vector (&values)[kVectors]) {
                     _mm512_store_si512(to + pair * 64, narrow<kTiny>(values[0], values[1]));
                     _mm512_store_si512(to + 1024 + pair * 64, narrow<kTiny>(values[2], values[3]));
                 });
             }
-        }
+        });
     }
 
     // Clears what follows the last input in its step of 32.
@@ -444,19 +470,16 @@ struct PairUnits {
     template <class Base, int kCount, int kKind, bool kAffine>
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>& tile) {
-        const Codebook codebook(quantization.codebook);
+        const __m512i codebook = load_codebook(quantization.codebook);
         __m512 low[kCount], high[kCount];
         for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_ps();
         const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
-        const char* weight = tile.weight;
-        for (int64_t group = 0; group < panel.groups; ++group) {
+        panel.each_group(tile.weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
             Numbers<kKind, kAffine> numbers[kVectors];
-            load_group(quantization, panel, weight, numbers);
-            weight += panel.header_bytes;
-            const int64_t count = panel.units_of(group);
-            for (int64_t unit = 0; unit < count; ++unit, weight += panel.unit_bytes, x += 8 * kCount) {
-                const char* ahead = weight + tile.prefetch.step;
-                each_pair(quantization, codebook, numbers, weight, [&](int pair, const Vector (&values)[kVectors]) {
+            load_group(quantization, panel, header, numbers);
+            for (int64_t unit = 0; unit < count; ++unit, units += panel.unit_bytes, x += 8 * kCount) {
+                const char* ahead = units + tile.prefetch.step;
+                each_pair(quantization, codebook, numbers, units, [&](int pair, const Vector (&values)[kVectors]) {
                     if (kKind != kNibbles || pair % 2 == 0)
                         __builtin_prefetch(ahead + pair * (kKind == kNibbles ? 32 : 64), 0, 2);
                     const __m512bh left = (__m512bh)narrow<false>(values[0], values[1]);
@@ -468,7 +491,7 @@ struct PairUnits {
                     }
                 });
             }
-        }
+        });
         for (int row = 0; row < kCount; ++row) Base::store_row(tile, row, low[row], high[row]);
     }
 };
@@ -477,8 +500,9 @@ struct PairUnits {
 
 thread_local Scratch dense_panel;
 
-// The kernel `Base` for quantized weights whose units are `Units`. `kFewRows` rows are taken from registers.
-template <class Base, class Units, int kFewRows>
+// The kernel `Base` for quantized weights whose units are `Units`. At most `kFewRows` rows take values from registers;
+// others take kChunk inputs of a panel after another, or all at once if that is 0, from memory.
+template <class Base, class Units, int kFewRows, int64_t kChunk>
 struct Quantized : Base {
     using Element = typename Base::Element;
 
@@ -524,24 +548,34 @@ struct Quantized : Base {
             });
             return;
         }
-        char* dense = dense_panel.reserve(round_up(x.k, 32) * kPanel * 2);
-        with_kind(quantization, [&](auto kind, auto is_affine) {
-            if (quantization.has_tiny)
-                Units::template dequantise<kind.value, true, true>(quantization, panel, weight, dense);
-            else
-                Units::template dequantise<kind.value, is_affine.value, false>(quantization, panel, weight, dense);
-        });
-        Units::clear(dense, x.k);
+        const int64_t chunk = kChunk ? kChunk : round_up(x.k, 32), dense_bytes = chunk * kPanel * 2;
+        const int64_t sums_of_block = Base::kRows * kPanel;
+        char* dense = dense_panel.reserve(dense_bytes + (kChunk ? x.count * sums_of_block * 4 : 0));
         char* out = tile.out;
         tile.weight = dense;
-        const int64_t steps = tile.k * kPanel * 2 / Base::kStepBytes;
-        tile.prefetch = Prefetch{weight + panel.bytes(), follows ? divide_up(panel.bytes(), larger(1, steps)) : 0};
-        for (int64_t block = 0; block < x.count; ++block) {
-            tile.x = x.packed + block * x.bytes;
-            tile.out = out + x.first(block) * tile.out_stride;
-            tile.rows = x.height_of(block);
-            Base::run(tile);
-            tile.prefetch.step = 0;
+        const int64_t step = follows ? divide_up(panel.bytes() * Base::kStepBytes, tile.k * kPanel * 2) : 0;
+        for (int64_t first = 0; first < x.k; first += chunk) {
+            const Range inputs{first, smaller(x.k, first + chunk)};
+            with_kind(quantization, [&](auto kind, auto is_affine) {
+                if (quantization.has_tiny)
+                    Units::template dequantise<kind.value, true, true>(quantization, panel, weight, inputs, dense);
+                else
+                    Units::template dequantise<kind.value, is_affine.value, false>(quantization, panel, weight, inputs,
+                                                                                   dense);
+            });
+            Units::clear(dense, inputs.end - first);
+            tile.k = Base::padded_k(inputs.end - first);
+            tile.continues = first > 0;
+            tile.is_unfinished = inputs.end < x.k;
+            tile.prefetch = Prefetch{weight + panel.bytes() + panel.bytes() * first / x.k / 64 * 64, step};
+            for (int64_t block = 0; block < x.count; ++block) {
+                tile.rows = x.height_of(block);
+                tile.x = x.packed + block * x.bytes + Base::x_bytes(tile.rows, first);
+                tile.sums = reinterpret_cast<float*>(dense + dense_bytes) + block * sums_of_block;
+                tile.out = out + x.first(block) * tile.out_stride;
+                Base::run(tile);
+                tile.prefetch.step = 0;
+            }
         }
     }
 
@@ -555,13 +589,13 @@ struct Quantized : Base {
 
 #if defined(__AMX_BF16__)
 using BFloatKernel = TilePairs;
-using QuantizedKernel = Quantized<TilePairs, PairUnits, 0>;
+using QuantizedKernel = Quantized<TilePairs, PairUnits, 0, 0>;
 #elif defined(__AVX512BF16__)
 using BFloatKernel = DotPairs;
-using QuantizedKernel = Quantized<DotPairs, PairUnits, 4>;
+using QuantizedKernel = Quantized<DotPairs, PairUnits, 4, 1024>;
 #else
 using BFloatKernel = Fma<BFloat>;
-using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits, 3>;
+using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits, 3, 0>;
 #endif
 
 template <>

@@ -1,0 +1,331 @@
+"""Weights that stay quantized: their layers have the bits of the layers of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.kernels import native
+from penstock.kernels.experts import ExpertsShape, GroupedExperts, make_experts
+from penstock.kernels.linear import PackedFormat, PackedLinear, PackedWeights
+from penstock.kernels.quantized import E2M1, E4M3, QuantizedWeight, integers, quantize_absmax, signed_integers
+from penstock.layers.linear import Linear
+from tests.grids import grid
+
+SETS = native.instruction_sets()
+ISAS = (*SETS, "torch")
+# Fused rows on every set, whole and partial blocks, and several blocks.
+ROWS = (1, 2, 3, 4, 5, 8, 13, 33, 70)
+# Inputs and outputs of a layer and inputs of a group: whole; a short last group; less than a step; more than a chunk of
+# a panel, in groups and in one; outputs beyond the last panel.
+SHAPES = ((256, 96, 32), (224, 70, 64), (81, 33, 16), (37, 40, 37), (2112, 32, 128), (3000, 33, 3000))
+
+# Codebook, bits, type of the scales, and whether there are zeros and minima.
+KINDS: dict[str, tuple[torch.Tensor, int, torch.dtype, bool, bool]] = {
+    "int4": (integers(4, 8), 4, torch.float16, False, False),
+    "zeros": (integers(4), 4, torch.float16, True, False),
+    "minima": (integers(4), 4, torch.float32, False, True),
+    "both": (integers(4), 4, torch.bfloat16, True, True),
+    "fp4": (E2M1, 4, torch.bfloat16, False, False),
+    "any4": (torch.linspace(-1, 1, 16) ** 3, 4, torch.float32, False, False),
+    "int8": (signed_integers(8), 8, torch.float32, False, False),
+    "unsigned": (integers(8), 8, torch.float16, True, False),
+    "unsigned with minima": (integers(8), 8, torch.float32, False, True),
+    "fp8": (E4M3, 8, torch.float32, False, False),
+    "any8": (torch.linspace(-1, 1, 256) ** 3, 8, torch.float32, False, True),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = native.num_threads()
+    native.set_num_threads(2)
+    yield
+    native.set_num_threads(before)
+
+
+def library_of(isa: str) -> Callable[[], native.NativeLibrary | None]:
+    return lambda: None if isa == "torch" else native.library_for(isa)
+
+
+def pack(isa: str, weight: torch.Tensor | QuantizedWeight, *args: Any, **options: Any) -> PackedLinear:
+    return PackedLinear(weight, *args, library=library_of(isa), **options)
+
+
+def make(kind: str, rows: int, inputs: int, group: int, seed: int = 0) -> QuantizedWeight:
+    codebook, bits, dtype, has_zeros, has_minima = KINDS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    shape = rows, -(-inputs // group)
+    codes = torch.randint(0, 2**bits, (rows, inputs), generator=generator)
+    codes = codes.where(codebook[codes].isfinite(), 0).to(torch.uint8)
+    scales = torch.randn(shape, generator=generator) / codebook.nan_to_num().abs().max() * inputs**-0.5
+    zeros = torch.randint(0, 2**bits, shape, generator=generator).to(dtype) if has_zeros else None
+    minima = (torch.rand(shape, generator=generator) * inputs**-0.5).to(dtype) if has_minima else None
+    return QuantizedWeight(codes, codebook, scales.to(dtype), group, bits, zeros, minima)
+
+
+def inputs_of(rows: int, width: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def nearest_bfloat16(value: np.float32) -> float:
+    bits = int(value.view(np.uint32))
+    kept = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    return float(np.uint32(kept).view(np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_rounded_after_every_operation(kind: str) -> None:
+    weight = make(kind, 6, 40, 16)
+    found = weight.dequantize()
+    codebook, scales = weight.codebook.numpy(), weight.scales.float().numpy()
+    zeros = np.zeros_like(scales) if weight.zeros is None else weight.zeros.float().numpy()
+    minima = np.zeros_like(scales) if weight.minima is None else weight.minima.float().numpy()
+    for row in range(6):
+        for column in range(40):
+            group = column // 16
+            value = np.float32(codebook[weight.codes[row, column]] - zeros[row, group])
+            value = np.float32(np.float32(value * scales[row, group]) - minima[row, group])
+            assert found[row, column].item() == nearest_bfloat16(value)
+
+
+def test_codebooks_are_the_formats() -> None:
+    exponents = [(1 if code < 2 else 2.0 ** (code // 2 - 1)) * (code % 2 / 2 + (code > 1)) for code in range(8)]
+    assert E2M1.tolist() == [*exponents, *(-value for value in exponents)]
+    assert (E4M3[126], E4M3[1], E4M3[8], E4M3[0x38], E4M3[0xB8]) == (448, 2.0**-9, 2.0**-6, 1, -1)
+    assert E4M3.isfinite().sum() == 254
+    assert signed_integers(4).tolist() == [*range(8), *range(-8, 0)]
+
+
+@pytest.mark.parametrize(("isa", "kind", "shape"), grid(ISAS, tuple(KINDS), SHAPES))
+def test_equals_the_layer_of_its_values(isa: str, kind: str, shape: tuple[int, int, int]) -> None:
+    inputs, outputs, group = shape
+    weight = make(kind, outputs, inputs, group)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))
+    pairs = [
+        (pack(isa, weight, bias), pack(isa, weight.dequantize(), bias)),
+        (pack(isa, weight, None, True), pack(isa, weight.dequantize(), None, True)),
+    ]
+    for rows in ROWS:
+        x = inputs_of(rows, inputs)
+        for found, expected in pairs:
+            assert torch.equal(found(x), expected(x)), f"{rows} rows"
+    assert torch.equal(pairs[0][0].dense_weight(), weight.dequantize())
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", ["int4", "minima", "int8", "fp8"])
+def test_extreme_scales_keep_the_equality(isa: str, kind: str) -> None:
+    # Products below the least normal number, some of which round to it, zeros of either sign, and huge scales.
+    weight = make(kind, 64, 128, 32)
+    factors = torch.tensor([2.0**-126, 2.0**-129, 2.0**-149, 0.0, -0.0, 2.0**119, -(2.0**110), 1.0])
+    scales = torch.where(torch.arange(256).view(64, 4) % 3 == 0, factors[torch.arange(256) % 8].view(64, 4), 1.0)
+    scales[:, 3] *= 0.9980469
+    weight = replace(weight, scales=scales / (1 if kind != "fp8" else 16))
+    assert weight.has_tiny_values()
+    assert weight.dequantize().isfinite().all()
+    found, expected = pack(isa, weight), pack(isa, weight.dequantize())
+    for rows in ROWS[:6]:
+        x = inputs_of(rows, 128) * torch.tensor([1.0, 2.0**100]).repeat(64)
+        assert torch.equal(found(x.bfloat16()), expected(x.bfloat16())), f"{rows} rows"
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_a_number_that_rounds_to_the_least_normal_one_is_kept(isa: str) -> None:
+    # 2**-126 less a quarter of bfloat16's step there.
+    weight = make("int4", 32, 32, 32)
+    weight = replace(weight, codes=torch.full_like(weight.codes, 9), scales=torch.full((32, 1), 2.0**-126 - 2.0**-135))
+    assert weight.dequantize().eq(2.0**-126).all()
+    x = torch.full((1, 32), 2.0**120).bfloat16()
+    assert pack(isa, weight)(x).eq(0.5).all()
+
+
+def test_scales_that_fit_16_bits_take_16_bits() -> None:
+    def weight(scale: float, **options: Any) -> QuantizedWeight:
+        return QuantizedWeight(
+            torch.zeros(64, 256, dtype=torch.uint8), integers(4), torch.full((64, 8), scale), 32, **options
+        )
+
+    def size(weight: QuantizedWeight, narrows: bool = True) -> int:
+        packed = PackedWeights(
+            native.library_for(SETS[0]), 2, 64, 256, torch.bfloat16, format=PackedFormat.of(weight, narrows)
+        )
+        packed.store(1, weight)
+        assert torch.equal(packed.dense_weight(1), weight.dequantize())
+        return packed.packed.nbytes // 2
+
+    codes, numbers = 64 * 256 // 2, 64 * 8
+    assert size(weight(2.0**-60)) == size(weight(1 + 2.0**-10)) == codes + numbers * 2
+    assert size(weight(1 + 2.0**-11)) == size(weight(1), narrows=False) == codes + numbers * 4
+    assert size(weight(1, minima=torch.full((64, 8), 1 + 2.0**-11))) == codes + numbers * 8
+    # Others do not fit a format of 16 bits, and are not rounded.
+    narrow = PackedFormat.of(weight(1), narrows=True)
+    with pytest.raises(ValueError, match="are no torch"):
+        narrow.stored(weight(1 + 2.0**-11))
+
+
+@pytest.mark.parametrize("kind", ["both", "int8"])
+def test_parts_and_rows_put_together_are_those_of_the_values(kind: str) -> None:
+    weight = make(kind, 20, 90, 32)
+    values = weight.dequantize()
+    assert weight.nbytes == 20 * 90 * weight.bits // 8 + (20 * 3 * 2 * 3 if kind == "both" else 20 * 3 * 4)
+    assert torch.equal(weight.part(slice(3, 9), slice(32, 90)).dequantize(), values[3:9, 32:])
+    assert torch.equal(weight.part(columns=slice(0, 64)).dequantize(), values[:, :64])
+    order = torch.tensor([5, 5, 0, 19])
+    assert torch.equal(weight.reordered(order).dequantize(), values[order])
+    joined = QuantizedWeight.cat([weight, weight.part(slice(0, 2))])
+    assert torch.equal(joined.dequantize(), torch.cat([values, values[:2]]))
+    for columns in (slice(16, 90), slice(0, 80)):
+        with pytest.raises(ValueError, match="divide a group"):
+            weight.part(columns=columns)
+    # One group has any inputs.
+    whole = make(kind, 20, 90, 90)
+    assert torch.equal(whole.part(columns=slice(7, 50)).dequantize(), whole.dequantize()[:, 7:50])
+    with pytest.raises(ValueError, match="several kinds"):
+        QuantizedWeight.cat([weight, make("fp4", 20, 90, 32)])
+
+
+def test_refuses_what_does_not_fit_together() -> None:
+    codes, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
+    with pytest.raises(ValueError, match="neither a multiple of 16"):
+        QuantizedWeight(codes, integers(4), torch.ones(4, 7), 10)
+    with pytest.raises(ValueError, match="scales are"):
+        QuantizedWeight(codes, integers(4), torch.ones(4, 3), 32)
+    with pytest.raises(ValueError, match="finite"):
+        QuantizedWeight(codes, integers(4), scales * torch.inf, 32)
+    with pytest.raises(ValueError, match="does not fit"):
+        QuantizedWeight(codes + 16, integers(4), scales, 32)
+    with pytest.raises(ValueError, match="no number"):
+        QuantizedWeight(codes + 255, E4M3, scales, 32, 8)
+    with pytest.raises(ValueError, match="codebook"):
+        QuantizedWeight(codes, integers(4), scales, 32, 8)
+    with pytest.raises(ValueError, match="one scale per row"):
+        QuantizedWeight(codes, signed_integers(8), scales, 32, 8, quantizes_inputs=True)
+
+
+def test_other_types_take_the_bfloat16_values() -> None:
+    weight = make("int4", 40, 64, 32)
+    for dtype in (torch.float16, torch.float32):
+        layer, x = Linear(weight, dtype=dtype), inputs_of(3, 64).to(dtype)
+        assert layer.out_dtype == dtype
+        assert torch.equal(layer(x), Linear(weight.dequantize().to(dtype))(x))
+    assert Linear(weight, is_wide=True).out_dtype == torch.float32
+    assert torch.equal(Linear(weight).dense_weight(), weight.dequantize())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 96), (81, 33), (3, 5)])
+def test_sums_of_integers_are_exact(isa: str, inputs: int, outputs: int) -> None:
+    weight = replace(make("int8", outputs, inputs, inputs), quantizes_inputs=True)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))
+    layer, wide = pack(isa, weight, bias), pack(isa, weight, None, True)
+    assert torch.equal(layer.dense_weight(), weight.dequantize())
+    integer_weight = weight.codes.view(torch.int8).numpy().astype(np.int64)
+    scales = weight.scales.numpy()[:, 0]
+    for rows in ROWS:
+        x = inputs_of(rows, inputs)
+        x[rows // 2] *= 2.0**-140 if rows % 2 else 0
+        values = x.float().numpy()
+        largest = np.abs(values).max(1, keepdims=True)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            scaled = np.where(largest >= 2.0**-119, values * (np.float32(127) / largest), np.float32(0))
+        sums = np.rint(scaled).astype(np.int64) @ integer_weight.T
+        expected = torch.from_numpy(sums.astype(np.float32) * (largest / np.float32(127)) * scales)
+        assert torch.equal(layer(x), (expected + bias).bfloat16()), f"{rows} rows"
+        assert torch.equal(wide(x), expected)
+    with pytest.raises(ValueError, match="cannot be divided"):
+        weight.part(columns=slice(0, inputs - 1))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_that_are_not_finite_change_no_other(isa: str) -> None:
+    layer = pack(isa, replace(make("int8", 40, 64, 64), quantizes_inputs=True))
+    x = inputs_of(9, 64)
+    expected = layer(x)
+    x[0, 3], x[4, 5], x[8, 0] = torch.nan, torch.inf, -torch.inf
+    found = layer(x)
+    assert found[[0, 4, 8]].isnan().all()
+    assert torch.equal(found[[1, 2, 3, 5, 6, 7]], expected[[1, 2, 3, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_the_largest_sums_do_not_overflow(isa: str) -> None:
+    codes = torch.full((32, 65536), 128, dtype=torch.uint8)
+    weight = QuantizedWeight(codes, signed_integers(8), torch.ones(32, 1), 65536, 8, quantizes_inputs=True)
+    x = torch.ones(1, 65536).bfloat16()
+    scale = torch.tensor(1.0) / 127
+    assert pack(isa, weight, None, True)(x).eq(torch.tensor(-128.0 * 127 * 65536) * scale).all()
+
+
+@pytest.mark.parametrize(("isa", "kind"), grid(ISAS, ("int4", "minima", "fp8", "sums")))
+def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, kind: str) -> None:
+    # The inner features of this rank are some of all: a slice whose end is inside a panel.
+    hidden, inner, outputs, own, slots = 96, 64, 40, 45, 3
+    shape = ExpertsShape(slots, hidden, own, inner, outputs, torch.bfloat16)
+
+    def weight(rows: int, inputs: int, seed: int) -> QuantizedWeight:
+        if kind == "sums":
+            return replace(make("int8", rows, inputs, inputs, seed), quantizes_inputs=True)
+        return make(kind, rows, inputs, 32, seed)
+
+    weights = [(weight(2 * own, hidden, slot), weight(outputs, inner, 10 + slot)) for slot in range(slots)]
+    formats = PackedFormat.of(weights[0][0]), PackedFormat.of(weights[0][1])
+    found = make_experts(shape, library=library_of(isa), formats=formats)
+    for slot, (gate_up, down) in enumerate(weights):
+        found.store(slot, gate_up, down)
+        stored = found.weights(slot)
+        assert torch.equal(stored[0].dense_weight(), gate_up.dequantize())
+        assert torch.equal(stored[1].dense_weight(), down.dequantize())
+    ids = torch.randint(0, slots, (40, 2), generator=torch.Generator().manual_seed(3))
+    x, activated = inputs_of(40, hidden), inputs_of(80, inner)
+
+    def products(experts: GroupedExperts, ids: torch.Tensor) -> torch.Tensor:
+        groups = experts.group(ids, torch.arange(slots, dtype=torch.int32))
+        parts = experts.gate_up(x[: len(ids)], groups), experts.down(activated[: 2 * len(ids)], groups)
+        return torch.cat([part[groups.rows.flatten().long()] for part in parts], 1)
+
+    for tokens in (1, 40):
+        if kind == "sums":
+            layers = [[pack(isa, each) for each in pair] for pair in weights]
+            groups = found.group(ids[:tokens], torch.arange(slots, dtype=torch.int32))
+            out, start = found.down(activated[: 2 * tokens], groups), groups.starts.tolist()
+            for slot in range(slots):
+                mine = slice(start[slot], start[slot + 1])
+                assert torch.equal(out[mine], layers[slot][1](activated[: 2 * tokens][mine].contiguous()))
+            continue
+        expected = make_experts(shape, library=library_of(isa))
+        for slot, (gate_up, down) in enumerate(weights):
+            expected.store(slot, gate_up.dequantize(), down.dequantize())
+        assert torch.equal(products(found, ids[:tokens]), products(expected, ids[:tokens]))
+    if isa != "torch":
+        before = products(found, torch.full((40, 2), 2))
+        for array in found.arrays():
+            array[0] = array[2]
+        assert torch.equal(products(found, torch.zeros(40, 2, dtype=torch.int64)), before)
+    with pytest.raises(ValueError, match="several kinds"):
+        make_experts(shape, library=library_of(SETS[0]), formats=formats).store(
+            0, *[make("any8", *each.shape, 32) for each in weights[0]]
+        )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 0])
+def test_absmax_keeps_values_within_half_a_step(bits: int, group: int) -> None:
+    values = torch.randn(33, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values[3] = 0
+    weight = quantize_absmax(values, bits, group)
+    assert (weight.bits, weight.group) == (bits, group or 70)
+    found, half = weight.dequantize().float(), 2 ** (bits - 1)
+    for number in range(weight.scales.shape[1]):
+        own = slice(number * weight.group, (number + 1) * weight.group)
+        wanted, step = values[:, own].float(), weight.scales[:, number : number + 1].float().abs()
+        # The largest magnitude is kept; one of the other sign may be a step off, the others by half a step.
+        assert (step * half).allclose(wanted.abs().amax(1, keepdim=True), rtol=2.0**-8)
+        limits = torch.where(wanted.abs() > step * (half - 1), step, step / 2) + wanted.abs() * 2.0**-8
+        assert ((found[:, own] - wanted).abs() <= limits).all()
+    assert found[3].eq(0).all()
