@@ -23,11 +23,16 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write_gguf(
-    path: Path, file: Path, kind: gguf.GGMLQuantizationType, divisors: torch.Tensor | None = None
+    path: Path,
+    file: Path,
+    kind: gguf.GGMLQuantizationType,
+    others: dict[str, gguf.GGMLQuantizationType] | None = None,
+    divisors: torch.Tensor | None = None,
 ) -> Tensors:
     """Writes a checkpoint folder's model as GGUF and returns the values of its tensors, under the checkpoint's names.
 
-    `divisors` are those of the rotary frequencies, [head_dim / 2].
+    Matrices are of one kind, but for those of `others`, by the end of their name in the checkpoint. `divisors` are
+    those of the rotary frequencies, [head_dim / 2].
     """
     config = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
@@ -48,6 +53,7 @@ def write_gguf(
         assert of_file is not None, name
         is_matrix = weight.ndim > 1 and "ffn_gate_inp" not in of_file
         chosen = kind if is_matrix else gguf.GGMLQuantizationType.F32
+        chosen = next((each for end, each in (others or {}).items() if name.endswith(end)), chosen)
         data = gguf.quantize(weight.numpy(), chosen)
         writer.add_tensor(of_file, data, raw_dtype=chosen)
         found = torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32)).reshape(weight.shape)

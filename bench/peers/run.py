@@ -25,6 +25,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", type=Path, default=HERE.parent / "shapes" / "qwen3-0.6b")
     parser.add_argument("--layers", type=int)
+    parser.add_argument(
+        "--weights", default="bf16", choices=("bf16", "q8_0", "q4_0"), help="with llama_cpp named first"
+    )
     parser.add_argument("--batches", nargs="+", default=["1", "8", "32"])
     args = parser.parse_args()
     columns = (*(f"decode_b{batch}" for batch in args.batches), "prefill")
@@ -38,7 +41,7 @@ def main() -> None:
         (shape / "config.json").write_text(json.dumps(config))
         for number in range(args.rounds):
             for engine, python in engines.items():
-                command = [python, str(HERE / f"run_{engine}.py"), str(shape), *args.batches]
+                command = [python, str(HERE / f"run_{engine}.py"), str(shape), args.weights, *args.batches]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 results[engine].append(json.loads(done.stdout.strip().splitlines()[-1]))
                 print(f"round {number + 1}: {json.dumps(results[engine][-1])}", flush=True)

@@ -1,7 +1,8 @@
 """llama.cpp (through llama-cpp-python's C interface) on the workload.
 
-Writes a GGUF file with random bfloat16 weights in the shape of the given config.json (Qwen3, Qwen3-MoE, DeepSeek-V2,
-GLM-4.7-Flash, Gemma 3 or Phi-4-mini) into that folder, once.
+Writes a GGUF file with random weights in the shape of the given config.json (Qwen3, Qwen3-MoE, DeepSeek-V2,
+GLM-4.7-Flash, Gemma 3 or Phi-4-mini) into that folder, once: in bf16, q8_0 or q4_0, of which the embedding and the head
+are q8_0.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Checkpoint:
     """A GGUF file in the shape of a config.json."""
 
     def __init__(self, folder: Path, file: Path) -> None:
+        """The file's name without its suffix is the type of its matrices."""
+        self._kind = gguf.GGMLQuantizationType[file.stem.upper()]
         self.config = json.loads((folder / "config.json").read_text())
         self.is_latent = "kv_lora_rank" in self.config
         self.is_fused = self.config["model_type"] == "phi3"
@@ -119,9 +122,11 @@ class Checkpoint:
     _prefix = ""
 
     def _matrix(self, name: str, *shape: int) -> None:
-        values = (self._rng.standard_normal(shape, dtype=np.float32) * 0.02).view(np.uint32) >> 16
-        data = values.astype(np.uint16).view(np.uint8)
-        self._writer.add_tensor(self._prefix + name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        values = self._rng.standard_normal(shape, dtype=np.float32) * 0.02
+        kind = self._kind
+        if kind != gguf.GGMLQuantizationType.BF16:
+            kind = kind if self._prefix else gguf.GGMLQuantizationType.Q8_0
+        self._writer.add_tensor(self._prefix + name, gguf.quantize(values, kind), raw_dtype=kind)
 
     def _norm(self, name: str, size: int) -> None:
         self._writer.add_tensor(self._prefix + name, np.ones(size, dtype=np.float32))
@@ -224,7 +229,7 @@ class Engine:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    file = folder / "model.gguf"
+    file = folder / f"{sys.argv[2]}.gguf"
     if not file.exists():
         Checkpoint(folder, file).write()
     measure("llama.cpp", Engine(file).generate)

@@ -1,4 +1,7 @@
-"""Penstock on the workload: `python bench/peers/run_penstock.py bench/shapes/qwen3-0.6b`."""
+"""Penstock on the workload: `python bench/peers/run_penstock.py bench/shapes/qwen3-0.6b bf16 1 8`.
+
+Quantized weights are those of the GGUF file that `run_llama_cpp.py` has written into that folder.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,13 @@ from penstock import LLM, SamplingParams
 
 
 def main() -> None:
+    folder, weights = sys.argv[1:3]
     llm = LLM(
-        sys.argv[1], load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, enable_prefix_caching=False
+        folder if weights == "bf16" else f"{folder}/{weights}.gguf",
+        load_format="dummy" if weights == "bf16" else "auto",
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        enable_prefix_caching=False,
     )
 
     def generate(batch: list[list[int]], num_tokens: int) -> None:

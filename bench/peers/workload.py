@@ -3,8 +3,8 @@
     decode at batch b   (time of OUTPUT tokens - time of 1) / (OUTPUT - 1), prompts of 128 tokens
     prefill             1024 tokens, time to the first token
 
-Each engine's script, whose arguments are a folder with a config.json and the batches, calls `measure` with a function
-that runs one batch, and prints one line of JSON.
+Each engine's script, whose arguments are a folder with a config.json, the type of the weights and the batches, calls
+`measure` with a function that runs one batch, and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def prompts(count: int, length: int, vocab_size: int, rng: random.Random) -> lis
 def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
     """Prints `{"engine": ..., "decode_b1": tokens/s, ..., "prefill": tokens/s}`, medians of `repeats`."""
     rng = random.Random(0)
-    folder, *batches = sys.argv[1:]
+    folder, _, *batches = sys.argv[1:]
     vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
 
     def timed(count: int, length: int, num_tokens: int) -> float:

@@ -349,8 +349,14 @@ def test_fp8_blocks_are_the_values_they_stand_for(
     assert found[0] != families.expected(name)
 
 
-QUANTIZED = [("qwen3-128", name, {}) for name in FORMATS if "inputs" not in name]
-QUANTIZED += [("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True})]
+# Layers that stay quantized, and that do not; the rest differ in what the unit tests of formats cover.
+QUICK = ("packed with zero points", "gptq in act-order", "float8")
+QUANTIZED = [
+    pytest.param("qwen3-128", name, {}, marks=() if name in QUICK else pytest.mark.long)
+    for name in FORMATS
+    if "inputs" not in name
+]
+QUANTIZED += [pytest.param("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True})]
 
 
 @pytest.mark.parametrize(("family", "name", "arguments"), QUANTIZED)
@@ -371,3 +377,44 @@ def check_twins(quantized: Path, twin: Path, arguments: dict[str, Any]) -> None:
         found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
         llm.shutdown()
     assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def quantized(families: Families, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Answer]]]:
+    """Checkpoints in two formats, with the answers of a plain run: the values of one are another layer's inputs."""
+    found: dict[str, tuple[Path, list[Answer]]] = {}
+    for name in ("packed with zero points", "int8 with int8 inputs"):
+        path, _ = quantize_checkpoint(families.path("qwen3-128"), tmp_path_factory.mktemp("quantized"), name)
+        llm = engine(path)
+        found[name] = path, [answer(complete(llm, prompt, params)) for prompt, params in requests()]
+        llm.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    cells(
+        ["packed with zero points", "int8 with int8 inputs"],
+        ["chunks", "preemption", "drafts", "three ranks, drafts", "ranks of stages", "a tier"],
+    ),
+)
+def test_a_cell_of_quantized_weights(quantized: dict[str, tuple[Path, list[Answer]]], name: str, cell: str) -> None:
+    path, expected = quantized[name]
+    llm = engine(path, **CELLS[cell])
+    prompts, params = zip(*requests(), strict=True)
+    assert [answer(found) for found in llm.generate(list(prompts), list(params), use_tqdm=False)] == expected
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["packed with zero points", "int8 with int8 inputs"])
+def test_quantized_engines_exchange_kv(quantized: dict[str, tuple[Path, list[Answer]]], name: str) -> None:
+    path, expected = quantized[name]
+    common = {"enable_prefix_caching": True}
+    prefill = engine(path, kv_transfer_config=transfer_config("kv_producer"), tensor_parallel_size=2, **common)
+    decode = engine(path, kv_transfer_config=transfer_config("kv_consumer"), **common)
+    for (prompt, params), wanted in zip(requests(), expected, strict=True):
+        found = disaggregated(prefill, decode, prompt, params)
+        assert answer(found) == wanted
+        assert found.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    for llm in (prefill, decode):
+        llm.shutdown()

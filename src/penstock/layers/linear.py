@@ -45,6 +45,15 @@ class Linear:
         self.out_dtype = torch.float32 if is_wide else weight.dtype
         self._apply = _choose(weight, bias, deterministic, is_wide)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Linear]) -> Linear:
+        """Returns the layer with the outputs of all parts, one after another, whose weights are of several kinds."""
+        layer = cls.__new__(cls)
+        layer.bias = None  # the parts have their own
+        layer.out_dtype = parts[0].out_dtype
+        layer._apply = _Joined(parts)
+        return layer
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply(x)
 
@@ -145,6 +154,17 @@ class _Product(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def dense_weight(self) -> torch.Tensor: ...
+
+
+class _Joined:
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self._parts], 1)
+
+    def dense_weight(self) -> torch.Tensor:
+        return torch.cat([part.dense_weight() for part in self._parts])
 
 
 class _DenseLinear:

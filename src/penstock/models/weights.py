@@ -6,7 +6,7 @@ it expects. A tensor that is missing, misshapen or unreadable is one `ConfigErro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -75,6 +75,30 @@ LayerWeight = torch.Tensor | QuantizedWeight
 def reordered(weight: LayerWeight, order: torch.Tensor) -> LayerWeight:
     """Returns the rows of a weight in the given order, [rows] int64."""
     return weight.reordered(order) if isinstance(weight, QuantizedWeight) else weight[order.to(weight.device)]
+
+
+def _join_alike(parts: Iterable[LayerWeight]) -> Iterator[LayerWeight]:
+    """Joins the rows of neighbours that are of one kind."""
+    run: list[LayerWeight] = []
+    for part in parts:
+        if run and not _are_alike(run[-1], part):
+            yield _cat(run)
+            run = []
+        run.append(part)
+    yield _cat(run)
+
+
+def _are_alike(one: LayerWeight, other: LayerWeight) -> bool:
+    if isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight):
+        return one.is_like(other)
+    return not isinstance(one, QuantizedWeight) and not isinstance(other, QuantizedWeight) and one.dtype == other.dtype
+
+
+def _cat(parts: Sequence[LayerWeight]) -> LayerWeight:
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if quantized:
+        return QuantizedWeight.cat(quantized)
+    return parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
 
 
 def keeps_quantized(dtype: torch.dtype, device: torch.device) -> bool:
@@ -229,11 +253,10 @@ class Weights:
         """Returns the rows of all parts, quantized if they are of one kind, or if layers are quantized here."""
         if not keeps_quantized(self.dtype, self.device):
             return self._delivered(parts, shape)
-        parts = list(parts)
-        quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-        if len(quantized) == len(parts) and all(each.is_like(quantized[0]) for each in quantized):
-            return QuantizedWeight.cat(quantized)
-        weight, bits = self._delivered(parts, shape), self.load_quantization.layers
+        found = list(_join_alike(parts))
+        if len(found) == 1 and isinstance(found[0], QuantizedWeight):
+            return found[0]
+        weight, bits = self._delivered(found, shape), self.load_quantization.layers
         return quantize_absmax(weight, bits, LOADED_GROUP) if bits and weight.ndim > 1 else weight
 
     def of_expert(
@@ -273,12 +296,27 @@ class Weights:
         in a checkpoint that stores them so.
         """
         pieces = self._pieces(outputs, own, stored_as)
-        weight = self._joined(*self._read_rows(pieces, width, kind=".weight"))
         biases = self._delivered(*self._read_rows(pieces, kind=".bias")) if bias else None
+        name = stored_as or ", ".join(outputs)
+        parts, shape = self._read_rows(pieces, width, kind=".weight")
+        if order is None and keeps_quantized(self.dtype, self.device):
+            parts = list(_join_alike(parts))
+            if len(parts) > 1 and any(isinstance(part, QuantizedWeight) for part in parts):
+                return self._linear_of_parts(name, parts, biases, is_wide)
+        weight = self._joined(parts, shape)
         if order is not None:
             weight = reordered(weight, order)
             biases = None if biases is None else biases[order.to(biases.device)]
-        return self.linear_of(stored_as or ", ".join(outputs), weight, biases, is_wide)
+        return self.linear_of(name, weight, biases, is_wide)
+
+    def _linear_of_parts(
+        self, name: str, parts: Sequence[LayerWeight], biases: torch.Tensor | None, is_wide: bool
+    ) -> Linear:
+        """Returns the layer of weights of several kinds."""
+        sizes = [part.shape[0] for part in parts]
+        split = [None] * len(parts) if biases is None else biases.split(sizes)
+        weights = [self._joined([part], part.shape) for part in parts]
+        return Linear.joined([self.linear_of(name, *each, is_wide) for each in zip(weights, split, strict=True)])
 
     def whole_linear(
         self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
