@@ -111,7 +111,8 @@ def test_equals_the_layer_of_its_values(isa: str, kind: str, shape: tuple[int, i
         (pack(isa, weight, bias), pack(isa, weight.dequantize(), bias)),
         (pack(isa, weight, None, True), pack(isa, weight.dequantize(), None, True)),
     ]
-    for rows in ROWS:
+    # Torch multiplies row by row.
+    for rows in (2, 33) if isa == "torch" else ROWS:
         x = inputs_of(rows, inputs)
         for found, expected in pairs:
             assert torch.equal(found(x), expected(x)), f"{rows} rows"
@@ -126,7 +127,8 @@ def test_extreme_scales_keep_the_equality(isa: str, kind: str) -> None:
     factors = torch.tensor([2.0**-126, 2.0**-129, 2.0**-149, 0.0, -0.0, 2.0**119, -(2.0**110), 1.0])
     scales = torch.where(torch.arange(256).view(64, 4) % 3 == 0, factors[torch.arange(256) % 8].view(64, 4), 1.0)
     scales[:, 3] *= 0.9980469
-    weight = replace(weight, scales=scales / (1 if kind != "fp8" else 16))
+    minima = None if weight.minima is None else weight.minima * (scales == 1)
+    weight = replace(weight, scales=scales / (1 if kind != "fp8" else 16), minima=minima)
     assert weight.has_tiny_values()
     assert weight.dequantize().isfinite().all()
     found, expected = pack(isa, weight), pack(isa, weight.dequantize())

@@ -169,7 +169,9 @@ struct Blocks {
 template <class Kernel>
 int64_t most_rows(int64_t k) {
     const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, k) / Kernel::kRows;
-    return larger(1, rows_bytes() / row_bytes / Kernel::kRows) * Kernel::kRows;
+    // Every time that rows are packed, a panel is dequantised again: so more of them, which the next cache has.
+    const int64_t bytes = kIsQuantized<Kernel> ? rows_bytes() * 8 : rows_bytes();
+    return larger(1, bytes / row_bytes / Kernel::kRows) * Kernel::kRows;
 }
 
 // `multiply_panel` by a panel that is not quantized.
