@@ -10,6 +10,7 @@ without the library and computes with its torch reference kernels, which are abo
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -25,7 +26,7 @@ from setuptools.errors import CompileError
 
 NATIVE = Path("src/penstock/kernels/native")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-# Products and sums are fused where the source says so and nowhere else: the bits of a result are not the compiler's choice.
+# Products and sums are fused where the source says so and nowhere else: a result's bits are not the compiler's choice.
 COMMON += ["-ffp-contract=off"]
 # gcc 12 takes its own AVX512 intrinsics for uses of uninitialized registers.
 COMMON += ["-Wall", "-Wno-maybe-uninitialized"]
@@ -88,7 +89,8 @@ def compile_native(compiler: str, target: Path, machine: str = platform.machine(
     shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp", NATIVE / "ranks.cpp"]
     sources = sorted(set(NATIVE.glob("*.cpp")) - set(shared))
     with tempfile.TemporaryDirectory() as scratch:
-        jobs = [(source, [], f"{scratch}/{source.stem}.o") for source in shared]
+        named = f'-DPENSTOCK_SOURCES="{digest_sources()}"'
+        jobs = [(source, [named], f"{scratch}/{source.stem}.o") for source in shared]
         for isa, flags in sets.items():
             jobs += [(source, [*flags, f"-DISA={isa}"], f"{scratch}/{source.stem}_{isa}.o") for source in sources]
         with ThreadPoolExecutor() as pool:
@@ -98,6 +100,13 @@ def compile_native(compiler: str, target: Path, machine: str = platform.machine(
         unfinished = target.with_name(f"{target.name}.{os.getpid()}")
         run([compiler, "-shared", "-pthread", *[job[2] for job in jobs], "-o", str(unfinished)])
         unfinished.replace(target)
+
+
+def digest_sources() -> str:
+    """The digest of everything but the processor that the bits of a result depend on."""
+    files = sorted([*NATIVE.glob("*.cpp"), *NATIVE.glob("*.h")])
+    parts = [part for file in files for part in (file.name.encode(), file.read_bytes())]
+    return hashlib.sha256(b"\0".join([*parts, *(option.encode() for option in COMMON)])).hexdigest()
 
 
 def run(command: list[str]) -> None:

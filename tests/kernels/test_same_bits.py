@@ -26,25 +26,9 @@ THREADS = 2
 # Every path by which numbers are rounded, exponents overflow and signs survive.
 EDGES = torch.tensor(
     [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        1e-45,
-        -1e-45,
-        1e-38,
-        6e-8,
-        5.97e-8,
-        2.98e-8,
-        6.1e-5,
-        65504,
-        65519.9,
-        65520,
-        -7e4,
-        3.38e38,
-        3.4e38,
+        *(0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, 6e-8, 5.97e-8, 2.98e-8, 6.1e-5, 65504, 65519.9, 65520, -7e4),
+        *(3.38e38, 3.4e38, math.inf, -math.inf, math.nan, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375),
     ]
-    + [math.inf, -math.inf, math.nan, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375]
 )
 
 
@@ -92,8 +76,8 @@ def add_experts(calls: NativeCalls) -> None:
             layer = calls.struct("ppnnnn", packed, None, width, experts * whole, code, 0)
             calls.add("linear_pack", "ppn", layer, numbers(experts * whole, width, scale=0.3, seed=n).to(dtype), 1)
         described = calls.struct(
-            "ppppnnnnnnn", gate_up, down, numbers(experts, 2 * inner), numbers(experts, k), experts, k, inner, inner, k, code,
-            is_clamped,
+            "ppppnnnnnnn", gate_up, down, numbers(experts, 2 * inner), numbers(experts, k), experts, k, inner, inner, k,
+            code, is_clamped,
         )  # fmt: skip
         name = f"experts {dtype} {is_clamped}"
         activated = calls.result(f"{name} gate_up", torch.zeros(tokens * top_k, inner, dtype=dtype))
@@ -140,8 +124,8 @@ def add_attention(calls: NativeCalls) -> None:
         out = calls.result(f"attention {kind} {dtype}", torch.zeros(tokens, heads * value_dim, dtype=dtype))
         calls.add(
             "paged_attention", "pnppnppppnnnnnnnnnffiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
-            seq_lens, numbers(heads, scale=3) if has_sinks else None, out, tokens, len(lengths), heads, kv_heads, head_dim,
-            value_dim, 16, window, THREADS, head_dim**-0.5, softcap, DTYPE_CODES[dtype], causal, planes == 1,
+            seq_lens, numbers(heads, scale=3) if has_sinks else None, out, tokens, len(lengths), heads, kv_heads,
+            head_dim, value_dim, 16, window, THREADS, head_dim**-0.5, softcap, DTYPE_CODES[dtype], causal, planes == 1,
         )  # fmt: skip
 
 
@@ -168,13 +152,15 @@ def add_elementwise(calls: NativeCalls) -> None:
             calls.add("gelu", "pnnnii", out, rows, width, THREADS, is_tanh, code)
         out = calls.result(f"soft_cap {name}", x.clone() * 20)
         calls.add("soft_cap", "pnnnfi", out, rows, width, THREADS, 30.0, code)
-    # 2^x where it leaves the normal numbers, and near the middle between two integers: silu(g) = g / (1 + 2^(-g log2 e)).
+    # silu(g) = g / (1 + 2^(-g log2 e)), where the power leaves the normal numbers, and in the middle between integers.
     middles = torch.arange(-130, 131) + torch.tensor([[0.0], [0.5], [-0.5]])
     near = torch.cat([(middles * scale).flatten() for scale in (1.0, 1 + 1e-6, 1 - 1e-6)]) * -math.log(2)
     gate = torch.cat((EDGES, near, numbers(4000, scale=50)))
     out = calls.result("silu_and_mul edges", torch.zeros(1, len(gate)))
     both = torch.cat((gate, torch.ones_like(gate)))
     calls.add("silu_and_mul", "ppnnni", both, out, 1, len(gate), 1, DTYPE_CODES[torch.float32])
+    out = calls.result("sigmoid", gate.clone())
+    calls.add("sigmoid", "pn", out, len(out))
     # Every number of 16 bits, widened and narrowed again.
     for dtype in (torch.bfloat16, torch.float16):
         all_numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -193,8 +179,8 @@ def add_rope(calls: NativeCalls) -> None:
         qkv = calls.result(f"{name} q", numbers(tokens, (heads[0] + 2 * heads[1]) * head_dim).to(dtype))
         cache = calls.result(f"{name} cache", torch.zeros(1, 2, heads[1], block_size, head_dim, dtype=dtype))
         calls.add(
-            "rope_and_store_kv", "pppppppnnnnnnnfiii", qkv, cache, numbers(20, rotated), positions, slots, *norms, tokens,
-            *heads, head_dim, rotated, block_size, THREADS, 1e-6, DTYPE_CODES[dtype], 0, is_float,
+            "rope_and_store_kv", "pppppppnnnnnnnfiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
+            tokens, *heads, head_dim, rotated, block_size, THREADS, 1e-6, DTYPE_CODES[dtype], 0, is_float,
         )  # fmt: skip
 
 
@@ -267,7 +253,8 @@ def test_portable_kernels_compute_the_same_bits(
 @pytest.mark.skipif(not SETS, reason="this processor has no instruction set of this arithmetic")
 @pytest.mark.skipif(not (CROSS and QEMU), reason="needs g++-aarch64-linux-gnu and qemu-user-static")
 def test_arm64_computes_the_same_bits(driver: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CROSS is not None and QEMU is not None
+    assert CROSS is not None
+    assert QEMU is not None
     library = compile_library(CROSS, "aarch64", tmp_path / "arm64.so", monkeypatch)
     emulated = [QEMU, "-L", "/usr/aarch64-linux-gnu", str(compile_driver(CROSS, tmp_path / "arm64_calls"))]
     calls, path = all_calls(), native.library_for(SETS[0]).path

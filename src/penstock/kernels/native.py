@@ -76,7 +76,10 @@ class NativeLibrary:
 
     def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
+        self.arithmetic = ARITHMETIC[isa]
         self.path = _LIBRARY_PATH
+        # The digest of the sources and options of the compiler.
+        self.sources: bytes = handle.penstock_sources()
         self._handle = handle
         self._functions: dict[str, Callable[..., Any]] = {}
 
@@ -142,7 +145,9 @@ def instruction_sets() -> tuple[str, ...]:
 def _handle() -> ctypes.CDLL | None:
     if not _LIBRARY_PATH.exists():
         return None
-    return ctypes.CDLL(str(_LIBRARY_PATH))
+    handle = ctypes.CDLL(str(_LIBRARY_PATH))
+    handle.penstock_sources.restype = ctypes.c_char_p
+    return handle
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-// Reports which of the compiled instruction sets this processor supports.
+// Reports which of the compiled instruction sets this processor supports, and from which sources they were compiled.
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -15,6 +15,8 @@ static bool amx_permitted() { return false; }
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
+
+extern "C" __attribute__((visibility("default"))) const char* penstock_sources() { return PENSTOCK_SOURCES; }
 
 extern "C" __attribute__((visibility("default"))) int penstock_supports(const char* isa) {
     if (std::strcmp(isa, "generic") == 0) return 1;

@@ -23,7 +23,7 @@ constexpr int kLanes = penstock::ISA::kRegisterLanes;
 
 // With the sums of these rows, the vectors of a panel and a broadcast number of x, the registers are used up.
 #if defined(__AVX512F__)
-constexpr int64_t kFmaRows = 12, kRowsOfParts = kFmaRows;
+constexpr int64_t kFmaRows = 14, kRowsOfParts = kFmaRows;
 #elif defined(__AVX2__)
 constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
 #elif defined(__aarch64__)
