@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels import native
 from tests.processes import started
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
