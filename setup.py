@@ -10,6 +10,7 @@ without the library and computes with its torch reference kernels, which are abo
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -25,15 +26,22 @@ from setuptools.errors import CompileError
 
 NATIVE = Path("src/penstock/kernels/native")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+# Products and sums are fused where the source says so and nowhere else: a result's bits are not the compiler's choice.
+COMMON += ["-ffp-contract=off"]
 # gcc 12 takes its own AVX512 intrinsics for uses of uninitialized registers.
 COMMON += ["-Wall", "-Wno-maybe-uninitialized"]
-AVX512 = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+# By what `platform.machine()` calls the processor; any other one has the set `generic`, of portable C++.
 INSTRUCTION_SETS = {
     "x86_64": {
-        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx2": AVX2,
         "avx512": AVX512,
-        "amx": [*AVX512, "-mamx-tile", "-mamx-bf16"],
+        "avx512_bf16": AVX512_BF16,
+        "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
     },
+    "aarch64": {"neon": ["-march=armv8-a"]},
 }
 
 
@@ -76,12 +84,13 @@ def find_compiler() -> str | None:
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def compile_native(compiler: str, target: Path) -> None:
-    sets = INSTRUCTION_SETS.get(platform.machine(), {"generic": []})
+def compile_native(compiler: str, target: Path, machine: str = platform.machine()) -> None:
+    sets = INSTRUCTION_SETS.get(machine, {"generic": []})
     shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp", NATIVE / "ranks.cpp"]
     sources = sorted(set(NATIVE.glob("*.cpp")) - set(shared))
     with tempfile.TemporaryDirectory() as scratch:
-        jobs = [(source, [], f"{scratch}/{source.stem}.o") for source in shared]
+        named = f'-DPENSTOCK_SOURCES="{digest_sources()}"'
+        jobs = [(source, [named], f"{scratch}/{source.stem}.o") for source in shared]
         for isa, flags in sets.items():
             jobs += [(source, [*flags, f"-DISA={isa}"], f"{scratch}/{source.stem}_{isa}.o") for source in sources]
         with ThreadPoolExecutor() as pool:
@@ -91,6 +100,13 @@ def compile_native(compiler: str, target: Path) -> None:
         unfinished = target.with_name(f"{target.name}.{os.getpid()}")
         run([compiler, "-shared", "-pthread", *[job[2] for job in jobs], "-o", str(unfinished)])
         unfinished.replace(target)
+
+
+def digest_sources() -> str:
+    """The digest of everything but the processor that the bits of a result depend on."""
+    files = sorted([*NATIVE.glob("*.cpp"), *NATIVE.glob("*.h")])
+    parts = [part for file in files for part in (file.name.encode(), file.read_bytes())]
+    return hashlib.sha256(b"\0".join([*parts, *(option.encode() for option in COMMON)])).hexdigest()
 
 
 def run(command: list[str]) -> None:

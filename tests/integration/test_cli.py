@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels import native
 from tests.processes import started
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
@@ -26,7 +27,8 @@ def assert_start_lines(text: str) -> None:
     """Asserts the lines that every command with an engine prints at the start."""
     assert text.startswith("Loading demo ...\n")
     assert re.search(r"^  model +demo, bfloat16$", text, re.MULTILINE)
-    assert re.search(r"^  device +cpu, (amx|avx512|avx2|generic|torch) kernels, \d+ threads?$", text, re.MULTILINE)
+    kernels = "|".join((*native.PREFERENCE, "torch"))
+    assert re.search(rf"^  device +cpu, ({kernels}) kernels, \d+ threads?$", text, re.MULTILINE)
     assert re.search(r"^  context +512 tokens$", text, re.MULTILINE)
     assert re.search(r"^  KV cache +0.02 GiB, [\d,]+ tokens in \d+ blocks$", text, re.MULTILINE)
     assert re.search(r"^  loaded in +\d+\.\d s$", text, re.MULTILINE)

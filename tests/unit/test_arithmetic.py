@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import setuptools
 import torch
 
 from penstock.attention.select import attention_library
@@ -51,19 +54,43 @@ def test_another_result_gives_torchs_kernels_another_name(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(native.library() is None, reason="the native kernels are not installed")
-def test_native_kernels_are_named_by_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = native.instruction_sets()
-    libraries = [native.library_for(isa) for isa in sets]
-    changed = native.library_for(sets[0])
-    changed.path = tmp_path / "library.so"
-    changed.path.write_bytes(libraries[0].path.read_bytes() + b"\0")
-    names: list[str] = []
-    for library in (*libraries, changed):
-        monkeypatch.setattr(native, "library", lambda library=library: library)
-        names.append(identity.cpu_kernels())
-    assert len(set(names)) == len(sets) + 1, names
-    shutil.copy(libraries[0].path, changed.path)
-    assert identity.cpu_kernels() == names[0], "where the library lies does not matter"
+def test_native_kernels_are_named_by_their_arithmetic_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name_of(library: native.NativeLibrary) -> str:
+        monkeypatch.setattr(native, "library", lambda: library)
+        return identity.cpu_kernels()
+
+    names = {isa: name_of(native.library_for(isa)) for isa in native.instruction_sets()}
+    for one, other in itertools.combinations(names, 2):
+        assert (names[one] == names[other]) == (native.ARITHMETIC[one] == native.ARITHMETIC[other]), names
+    changed = native.library_for(next(iter(names)))
+    assert name_of(changed) in names.values()
+    changed.sources += b"0"
+    assert name_of(changed) not in names.values()
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are not installed")
+@pytest.mark.parametrize("function", ["cos", "sin", "__rpow__"])
+def test_another_rotation_gives_native_kernels_another_name(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    usual, original = identity.cpu_kernels(), getattr(torch.Tensor, function)
+    one_bit = 1 + torch.finfo(torch.float32).eps
+    monkeypatch.setattr(torch.Tensor, function, lambda *values: original(*values) * one_bit)
+    assert identity.cpu_kernels() != usual
+
+
+def test_sources_are_digested_with_the_options_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    digest_sources = runpy.run_path(str(root / "setup.py"))["digest_sources"]
+    folder = Path("src/penstock/kernels/native")
+    shutil.copytree(root / folder, tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    names = [digest_sources()]
+    for source in (folder / "vec.h", folder / "linear.cpp"):
+        source.write_text(source.read_text() + "\n")
+        names.append(digest_sources())
+    digest_sources.__globals__["COMMON"].append("-ffast-math")
+    names.append(digest_sources())
+    assert len(set(names)) == 4, names
 
 
 def gpu_name(backend: str = "auto", *, deterministic: bool = False) -> str:

@@ -20,8 +20,8 @@ def check_arithmetic(facts: Sequence[WorkerFacts]) -> None:
             raise ConfigError(
                 f"rank {first.shard} computes on {first.device} with {first.arithmetic}, and rank {each.shard} on "
                 f"{each.device} with {each.arithmetic}: their results differ in the last bits. Give all ranks devices "
-                "of one kind and the same installation; on CPUs PENSTOCK_CPU_ISA chooses an instruction set that "
-                "all of them have"
+                "of one kind and the same release; on CPUs PENSTOCK_CPU_ISA chooses an instruction set of an "
+                "arithmetic that all of them have"
             )
 
 

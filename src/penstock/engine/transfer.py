@@ -60,7 +60,7 @@ def _heads_of(facts: WorkerFacts) -> dict[str, tuple[int, int]]:
 
 def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> bytes:
     """Returns 16 bytes that are equal if a block's bytes have the same meaning: weights, shapes, dtype, layout and
-    arithmetic. The kernels and their instruction set are included, because sums in another order have other last bits.
+    arithmetic. The arithmetic of the kernels is included, because sums in another order have other last bits.
     The division of the model among ranks is not: it changes no bit, or on a GPU no more than other batches do.
     """
     layout = {

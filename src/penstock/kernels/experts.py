@@ -26,7 +26,7 @@ from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PANEL, PackedFormat, PackedLinear, PackedWeights
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.quantized import QuantizedWeight
-from penstock.kernels.sigmoid import sigmoid
+from penstock.kernels.sigmoid import sigmoid_reference
 from penstock.kernels.silu_and_mul import silu_and_mul
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
@@ -137,7 +137,7 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-    return ((up + 1) * (gate * sigmoid(gate * CLAMP_ALPHA))).to(gate_up.dtype)
+    return ((up + 1) * (gate * sigmoid_reference(gate * CLAMP_ALPHA))).to(gate_up.dtype)
 
 
 class _Linear(Protocol):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
-from penstock.kernels.sigmoid import sigmoid
+from penstock.kernels.sigmoid import sigmoid_reference
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
@@ -53,4 +53,4 @@ def gelu_and_mul_reference(gate_up: torch.Tensor, is_tanh: bool = False) -> torc
         return (F.gelu(gate.contiguous()) * up).to(gate_up.dtype)
     # x / 2 (1 + tanh(u)) = x sigmoid(2 u); torch's own treats the last few elements of a tensor in another way.
     u = _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-    return (gate * sigmoid(2 * u) * up).to(gate_up.dtype)
+    return (gate * sigmoid_reference(2 * u) * up).to(gate_up.dtype)

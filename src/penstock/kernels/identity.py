@@ -1,11 +1,12 @@
 """Names the kernels of this process: KV is only shared between processes whose kernels have the same name.
 
-A name has to differ whenever the last bits of a result may. Native kernels are identified by the digest of their
-library, which its sources, the compiler and its options determine, and not the folder or the time of the build: hosts
-that build the same release with the same compiler have the same name, as do hosts with the same wheel. Torch's results
-depend on more than its version: on the instruction set that it selects, and on the settings and the processor by which
-its libraries select theirs (`MKL_CBWR`, for example). So its name contains the digest of the results of a few
-operations, as they are computed here.
+A name has to differ whenever the last bits of a result may. Native kernels are identified by their arithmetic and the
+digest of their sources, not by the instruction set: sets of one arithmetic compute the same bits, whichever compiler
+and processor they are for (`native.ARITHMETIC`). Beside them, models compute only the angles of rotary embeddings by
+torch, so the name contains the digest of a sample of these. Torch's results depend on more than its version: on the
+instruction set that it selects, and on the settings and the processor by which its libraries select theirs
+(`MKL_CBWR`, for example). So the name of its kernels contains the digest of the results of a few operations, as they
+are computed here.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def cpu_kernels() -> str:
     """Names the native kernels, or torch's if this process computes with the references."""
     library = native.library()
     if library is not None:
-        return f"{library.isa} {_name(library.path.read_bytes())}"
-    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_name(*_sample())}"
+        return f"{library.arithmetic} {_name(library.sources, *_bytes(_angles()))}"
+    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_name(*_bytes(_sample()))}"
 
 
 def triton_kernels() -> str:
@@ -42,13 +43,24 @@ def _name(*parts: bytes) -> str:
     return digest(*parts)[:_DIGEST_BYTES].hex()
 
 
-def _sample() -> list[bytes]:
-    """Returns the bytes that torch's operations compute, on sizes that are no multiple of a vector's."""
+def _bytes(results: list[torch.Tensor]) -> list[bytes]:
+    return [result.view(torch.uint8).numpy().tobytes() for result in results]
+
+
+def _angles() -> list[torch.Tensor]:
+    """Returns what torch computes of rotary embeddings (`layers/rotary.py`), on calls as short as there."""
+    angles = _numbers(16, 2048)
+    bases = [base ** (torch.arange(64, dtype=torch.float32) / 64) for base in (1e4, 1e6)]
+    return [*bases, *(row.cos() for row in angles * 1000), *(row.sin() for row in angles * 1000)]
+
+
+def _sample() -> list[torch.Tensor]:
+    """Returns what torch's operations compute, on sizes that are no multiple of a vector's."""
     results: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows, weight = _numbers(16, 1031).to(dtype), _numbers(67, 1031).to(dtype)
         results += [F.linear(rows, weight), F.linear(rows[:1], weight), F.silu(rows), torch.softmax(rows.float(), -1)]
-    return [result.view(torch.uint8).numpy().tobytes() for result in results]
+    return results
 
 
 def _numbers(num_rows: int, num_columns: int) -> torch.Tensor:

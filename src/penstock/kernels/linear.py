@@ -3,10 +3,10 @@
 `torch.nn.functional.linear` picks its kernel by the number of rows, and a row's last bits change with it. Here every
 output element is one float32 accumulation over K in an order that depends only on K, rounded once: the same bits for
 one row and for four thousand, for any other rows, any position in the batch and any number of threads. The bits do
-differ between instruction sets (`native.library().isa`), within rounding.
+differ between arithmetics (`native.ARITHMETIC`), within rounding.
 
 The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
-bfloat16 with AVX512 or AMX); the caller may free the original. `native.set_num_threads` sets the number of threads.
+bfloat16 with AVX512-BF16 or AMX); the caller may free the original. `native.set_num_threads` sets the number of threads.
 
 A quantized weight (`QuantizedWeight`) stays so: its codes are packed with their scales, and the bits of an output are
 those of the layer with `dequantize()` as its weight. Float16 and float32 layers, and torch, take those values at once.

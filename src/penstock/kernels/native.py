@@ -26,7 +26,17 @@ from penstock.utils import logging
 from penstock.utils.errors import ConfigError
 from penstock.utils.machine import core_quota
 
-PREFERENCE = ("amx", "avx512", "avx2", "generic")
+# What determines the bits of a result, by instruction set: sets with the same name compute the same bits. `fma` rounds
+# every product and sum to float32, fused where the kernels say so, in the same order however wide the registers are.
+ARITHMETIC = {
+    "amx": "amx",
+    "avx512_bf16": "avx512_bf16",
+    "avx512": "fma",
+    "avx2": "fma",
+    "neon": "fma",
+    "generic": "fma",
+}
+PREFERENCE = tuple(ARITHMETIC)
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 logger = logging.get_logger(__name__)
@@ -66,7 +76,10 @@ class NativeLibrary:
 
     def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
+        self.arithmetic = ARITHMETIC[isa]
         self.path = _LIBRARY_PATH
+        # The digest of the sources and options of the compiler.
+        self.sources: bytes = handle.penstock_sources()
         self._handle = handle
         self._functions: dict[str, Callable[..., Any]] = {}
 
@@ -132,7 +145,9 @@ def instruction_sets() -> tuple[str, ...]:
 def _handle() -> ctypes.CDLL | None:
     if not _LIBRARY_PATH.exists():
         return None
-    return ctypes.CDLL(str(_LIBRARY_PATH))
+    handle = ctypes.CDLL(str(_LIBRARY_PATH))
+    handle.penstock_sources.restype = ctypes.c_char_p
+    return handle
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import torch
 from penstock.config.experts import SIGMOID, SOFTMAX, TOP_K_SOFTMAX, TWO_BEST, ExpertsConfig
 from penstock.kernels.dispatch import triton_module, uses_triton
 from penstock.kernels.native import NativeLibrary, library, num_threads
-from penstock.kernels.sigmoid import sigmoid
+from penstock.kernels.sigmoid import sigmoid_reference
 
 # Added to the sum of sigmoids by which weights are divided: all of them may be zero.
 _LEAST_SUM = 1e-20
@@ -113,7 +113,7 @@ def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == SOFTMAX:
         return logits.softmax(-1)
-    return sigmoid(logits) if kind == SIGMOID else logits
+    return sigmoid_reference(logits) if kind == SIGMOID else logits
 
 
 def _keep_best_groups(preference: torch.Tensor, config: ExpertsConfig) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
-from penstock.kernels.sigmoid import sigmoid
+from penstock.kernels.sigmoid import sigmoid_reference
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -24,4 +24,4 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 def soft_cap_reference(x: torch.Tensor, cap: float) -> torch.Tensor:
     # tanh(u) = 2 sigmoid(2 u) - 1; torch.tanh treats the last few elements of a tensor in another way.
-    return ((2 * sigmoid(x.float() * (2 / cap)) - 1) * cap).to(x.dtype)
+    return ((2 * sigmoid_reference(x.float() * (2 / cap)) - 1) * cap).to(x.dtype)

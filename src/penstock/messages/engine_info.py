@@ -6,7 +6,7 @@ import msgspec
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`kernels` is the kernel set in use: an instruction set of the native library (amx, avx512, avx2, generic), or
+    """`kernels` is the kernel set in use: an instruction set of the native library (`native.ARITHMETIC` lists them), or
     torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is the number of threads of
     each rank on a CPU. `kv_cache_bytes` is the sum over all ranks, each of which stores its part of every block;
     `load_seconds` is the time from the first worker's start to the end of the warm-up. `pooling` describes in words

@@ -134,7 +134,7 @@ inline void multiply_columns(const typename Unit::Item* a, int64_t lda, const ty
 template <class Unit>
 inline void multiply(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
                      int64_t ldc, int rows, int64_t columns, int64_t k, bool add) {
-    constexpr int kWide = kLanes == 16 ? 4 : 2;
+    constexpr int kWide = kRegisters == 1 ? 4 : 1;
     int64_t n = 0;
     for (; n + kWide * kLanes <= columns; n += kWide * kLanes)
         multiply_columns<Unit, kWide>(a, lda, b + n, ldb, c + n, ldc, rows, k, add);

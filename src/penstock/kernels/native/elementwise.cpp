@@ -174,6 +174,11 @@ void soft_cap(void* x, int64_t rows, int64_t width, float cap, int64_t threads) 
     });
 }
 
+void sigmoid(float* x, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes)
+        store_first(x + i, splat(1) / sigmoid_denominator(load_first(x + i, count - i)), count - i);
+}
+
 struct Rope {
     const float* cos_sin;      // [max_pos, rotary_dim]: cosines, then sines
     const int64_t* positions;  // [T]
@@ -293,6 +298,8 @@ PENSTOCK_EXPORT(void, soft_cap)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+
+PENSTOCK_EXPORT(void, sigmoid)(float* x, int64_t count) { sigmoid(x, count); }
 
 PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,

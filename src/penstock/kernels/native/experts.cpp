@@ -29,15 +29,11 @@ struct Experts {
 // The type under which vec.h stores what a kernel stores.
 template <class Element>
 struct Stored {
+    using Type = Element;
+};
+template <>
+struct Stored<uint16_t> {
     using Type = penstock::ISA::bf16;
-};
-template <>
-struct Stored<Float> {
-    using Type = float;
-};
-template <>
-struct Stored<Half> {
-    using Type = penstock::ISA::f16;
 };
 
 struct Task {

@@ -6,120 +6,30 @@
 #pragma once
 
 #include "linear.h"
+#include "register.h"
 
 namespace {
 
-struct Float {
-    float value;
-};
-struct BFloat {
-    uint16_t bits;
-};
-struct Half {
-    uint16_t bits;
-};
+using Float = float;
+using BFloat = penstock::ISA::bf16;
+using Half = penstock::ISA::f16;
+using Vector = penstock::ISA::Register;
+using penstock::ISA::multiply_add;
+using penstock::ISA::read;
+using penstock::ISA::spread;
+using penstock::ISA::write;
 
+constexpr int kLanes = penstock::ISA::kRegisterLanes;
+
+// With the sums of these rows, the vectors of a panel and a broadcast number of x, the registers are used up.
 #if defined(__AVX512F__)
-
-using Vector = __m512;
-constexpr int kLanes = 16;
-constexpr int64_t kFmaRows = 12, kRowsOfParts = kFmaRows;
-
-inline Vector zero() { return _mm512_setzero_ps(); }
-inline Vector broadcast(float value) { return _mm512_set1_ps(value); }
-inline Vector multiply_add(Vector a, Vector b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
-inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
-inline Vector load(const float* from) { return _mm512_loadu_ps(from); }
-inline Vector load(const Float* from) { return _mm512_loadu_ps(&from->value); }
-inline Vector load(const Half* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
-inline Vector load(const BFloat* from) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
-}
-inline void store(Float* to, Vector value) { _mm512_storeu_ps(&to->value, value); }
-inline void store(Half* to, Vector value) {
-    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-}
-inline void store(BFloat* to, Vector value) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value)); }
-
+constexpr int64_t kFmaRows = 14, kRowsOfParts = kFmaRows;
 #elif defined(__AVX2__)
-
-using Vector = __m256;
-constexpr int kLanes = 8;
 constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
-
-inline Vector zero() { return _mm256_setzero_ps(); }
-inline Vector broadcast(float value) { return _mm256_set1_ps(value); }
-inline Vector multiply_add(Vector a, Vector b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
-inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
-inline Vector load(const float* from) { return _mm256_loadu_ps(from); }
-inline Vector load(const Float* from) { return _mm256_loadu_ps(&from->value); }
-inline Vector load(const Half* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
-inline Vector load(const BFloat* from) {
-    return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
-}
-inline void store(Float* to, Vector value) { _mm256_storeu_ps(&to->value, value); }
-inline void store(Half* to, Vector value) {
-    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-}
-// To nearest even by adding half a unit, or just under it; a NaN keeps its top half, made quiet.
-inline void store(BFloat* to, Vector value) {
-    const __m256i bits = (__m256i)value;
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    const __m256i is_nan = (__m256i)_mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
-    const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0b1000);
-    _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(narrow));
-}
-
+#elif defined(__aarch64__)
+constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
 #else
-
-typedef float Vector __attribute__((vector_size(16)));
-constexpr int kLanes = 4;
 constexpr int64_t kFmaRows = 3, kRowsOfParts = kFmaRows;
-
-inline float widen(float value) { return value; }
-inline float widen(Float value) { return value.value; }
-inline float widen(BFloat value) {
-    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float result;
-    memcpy(&result, &bits, 4);
-    return result;
-}
-inline float widen(Half value) {
-    _Float16 half;
-    memcpy(&half, &value, 2);
-    return static_cast<float>(half);
-}
-inline void narrow(float value, Float* to) { to->value = value; }
-inline void narrow(float value, Half* to) {
-    const _Float16 half = static_cast<_Float16>(value);
-    memcpy(to, &half, 2);
-}
-inline void narrow(float value, BFloat* to) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    bits = value != value ? bits | 0x400000 : bits + (bits >> 16 & 1) + 0x7fff;
-    to->bits = static_cast<uint16_t>(bits >> 16);
-}
-
-inline Vector zero() { return Vector{}; }
-inline Vector broadcast(float value) { return Vector{value, value, value, value}; }
-inline Vector add(Vector a, Vector b) { return a + b; }
-inline Vector multiply_add(Vector a, Vector b, Vector sum) {
-    for (int lane = 0; lane < kLanes; ++lane) sum[lane] = __builtin_fmaf(a[lane], b[lane], sum[lane]);
-    return sum;
-}
-template <class T>
-inline Vector load(const T* from) {
-    return Vector{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
-}
-template <class T>
-inline void store(T* to, Vector value) {
-    for (int lane = 0; lane < kLanes; ++lane) narrow(value[lane], to + lane);
-}
-
 #endif
 
 template <class ElementType>
@@ -165,7 +75,7 @@ struct Fma {
     }
 
     static inline void widen(const Element* from, float* to) {
-        const Vector value = load(from);
+        const Vector value = read(from);
         memcpy(to, &value, sizeof value);
     }
 
@@ -197,7 +107,7 @@ struct Fma {
                                                                  Vector (&all)[kCount][kVectors]) {
         Vector sums[kCount][kSome];
         for (int row = 0; row < kCount; ++row)
-            for (int part = 0; part < kSome; ++part) sums[row][part] = zero();
+            for (int part = 0; part < kSome; ++part) sums[row][part] = spread(0);
         const float* x = reinterpret_cast<const float*>(tile.x);
         const Element* weight = reinterpret_cast<const Element*>(tile.weight) + first * kLanes;
         for (int64_t at = 0; at < tile.k; ++at, weight += kPanel, x += kCount) {
@@ -205,17 +115,17 @@ struct Fma {
             // The smaller side of the tile is held in registers: with it and the sums, AVX2's sixteen are used up.
             if constexpr (kSome > kCount) {
                 Vector values[kCount];
-                for (int row = 0; row < kCount; ++row) values[row] = broadcast(x[row]);
+                for (int row = 0; row < kCount; ++row) values[row] = spread(x[row]);
                 for (int part = 0; part < kSome; ++part) {
-                    const Vector weights = load(weight + part * kLanes);
+                    const Vector weights = read(weight + part * kLanes);
                     for (int row = 0; row < kCount; ++row)
                         sums[row][part] = multiply_add(values[row], weights, sums[row][part]);
                 }
             } else {
                 Vector weights[kSome];
-                for (int part = 0; part < kSome; ++part) weights[part] = load(weight + part * kLanes);
+                for (int part = 0; part < kSome; ++part) weights[part] = read(weight + part * kLanes);
                 for (int row = 0; row < kCount; ++row) {
-                    const Vector value = broadcast(x[row]);
+                    const Vector value = spread(x[row]);
                     for (int part = 0; part < kSome; ++part)
                         sums[row][part] = multiply_add(value, weights[part], sums[row][part]);
                 }
@@ -227,7 +137,7 @@ struct Fma {
 
     static inline void store_row(const Tile<Element>& tile, int64_t row, Vector* sums, const float* bias) {
         for (int part = 0; part < kVectors; ++part)
-            if (tile.bias) sums[part] = add(sums[part], load(bias + part * kLanes));
+            if (tile.bias) sums[part] = sums[part] + read(bias + part * kLanes);
         if (tile.is_wide)
             store_line<Float>(tile, row, sums);
         else
@@ -239,7 +149,7 @@ struct Fma {
         Output* out = reinterpret_cast<Output*>(tile.out + row * tile.out_stride);
         alignas(64) Output line[kPanel];
         Output* to = tile.columns == kPanel ? out : line;
-        for (int part = 0; part < kVectors; ++part) store(to + part * kLanes, sums[part]);
+        for (int part = 0; part < kVectors; ++part) write(to + part * kLanes, sums[part]);
         if (to == line) memcpy(out, line, tile.columns * sizeof(Output));
     }
 };

@@ -22,6 +22,8 @@ int64_t nanoseconds() {
 inline void pause_briefly() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 

@@ -1,0 +1,263 @@
+"""Instruction sets whose arithmetic has one name compute the same bits, kernel by kernel, on every architecture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import runpy
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+from penstock.kernels import native
+from penstock.kernels.native import ARITHMETIC, DTYPE_CODES
+from tests.kernels.native_calls import SOURCE, NativeCalls
+
+ROOT = Path(__file__).parents[2]
+CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+SETS = [isa for isa in native.instruction_sets() if ARITHMETIC[isa] == "fma"]
+DTYPES = tuple(DTYPE_CODES)
+THREADS = 2
+# Every path by which numbers are rounded, exponents overflow and signs survive.
+EDGES = torch.tensor(
+    [
+        *(0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, 6e-8, 5.97e-8, 2.98e-8, 6.1e-5, 65504, 65519.9, 65520, -7e4),
+        *(3.38e38, 3.4e38, math.inf, -math.inf, math.nan, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375),
+    ]
+)
+
+
+def numbers(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def add_linear(calls: NativeCalls) -> None:
+    for dtype, (k, n), rows in itertools.product(DTYPES, ((97, 70), (256, 32)), (1, 2, 7, 13, 29)):
+        weight = numbers(n, k).to(dtype)
+        packed = torch.zeros(k * (n + 31) // 32 * 32, dtype=dtype)
+        x = numbers(rows, k, seed=1).to(dtype)
+        for is_wide in (0, 1):
+            layer = calls.struct("ppnnnn", packed, numbers(n, scale=8, seed=2), k, n, DTYPE_CODES[dtype], is_wide)
+            out = torch.zeros(rows, n, dtype=torch.float32 if is_wide else dtype)
+            calls.add("linear_pack", "ppn", layer, weight, 1)
+            calls.add(
+                "linear", "pppnn", layer, x, calls.result(f"linear {dtype} {k}x{n} {rows} {is_wide}", out), rows, 2
+            )
+    for dtype in DTYPES:  # sums of two products that fall between two numbers of the dtype, or beyond all of them
+        x = torch.stack((EDGES.repeat(len(EDGES)), EDGES.repeat_interleave(len(EDGES))), 1).to(dtype)
+        packed, weight = (
+            torch.zeros(64, dtype=dtype),
+            torch.tensor([[1.0, 1.0], [1.0, 2**-9], [0.75, -(2**-12)]]).to(dtype),
+        )
+        layer = calls.struct("ppnnnn", packed, None, 2, 3, DTYPE_CODES[dtype], 0)
+        calls.add("linear_pack", "ppn", layer, weight, 1)
+        out = calls.result(f"linear edges {dtype}", torch.zeros(len(x), 3, dtype=dtype))
+        calls.add("linear", "pppnn", layer, x, out, len(x), THREADS)
+
+
+def add_experts(calls: NativeCalls) -> None:
+    tokens, top_k, experts, k, inner = 23, 2, 3, 72, 40
+    ids = torch.arange(tokens * top_k).view(tokens, top_k) % experts
+    slots = torch.arange(experts, dtype=torch.int32)
+    pairs, rows = torch.zeros(tokens * top_k, dtype=torch.int32), torch.zeros(tokens * top_k, dtype=torch.int32)
+    starts = torch.zeros(experts + 1, dtype=torch.int32)
+    calls.add("experts_group", "pppppnn", ids, slots, pairs, rows, starts, tokens * top_k, experts)
+    for dtype, is_clamped in itertools.product(DTYPES, (0, 1)):
+        code = DTYPE_CODES[dtype]
+        gate_up, down = torch.zeros(experts, 128 * k, dtype=dtype), torch.zeros(experts, 96 * inner, dtype=dtype)
+        for packed, n, width in ((gate_up, 128, k), (down, k, inner)):
+            # All slots follow one another, as one layer of whole panels does.
+            whole = -(-n // 32) * 32
+            layer = calls.struct("ppnnnn", packed, None, width, experts * whole, code, 0)
+            calls.add("linear_pack", "ppn", layer, numbers(experts * whole, width, scale=0.3, seed=n).to(dtype), 1)
+        described = calls.struct(
+            "ppppnnnnnnn", gate_up, down, numbers(experts, 2 * inner), numbers(experts, k), experts, k, inner, inner, k,
+            code, is_clamped,
+        )  # fmt: skip
+        name = f"experts {dtype} {is_clamped}"
+        activated = calls.result(f"{name} gate_up", torch.zeros(tokens * top_k, inner, dtype=dtype))
+        outputs = calls.result(f"{name} down", torch.zeros(tokens * top_k, k, dtype=dtype))
+        combined = calls.result(f"{name} combine", torch.zeros(tokens, k, dtype=dtype))
+        x = numbers(tokens, k, scale=4).to(dtype)
+        calls.add("experts_gate_up", "pppppnn", described, x, pairs, starts, activated, top_k, THREADS)
+        calls.add("experts_down", "ppppn", described, activated, starts, outputs, THREADS)
+        weights = numbers(tokens, top_k)
+        calls.add("experts_combine", "ppppnnnni", outputs, rows, weights, combined, tokens, top_k, k, THREADS, code)
+
+
+def add_router(calls: NativeCalls) -> None:
+    # Differences of up to 180, so that softmax reaches the smallest powers of two; and none but the largest.
+    for (scores, groups), count in itertools.product(((0, 1), (1, 4), (2, 1)), (8, 160)):
+        logits = torch.cat((numbers(5, count, scale=4), numbers(5, count, scale=60), torch.zeros(1, count)))
+        router = calls.struct(
+            "pnnnnnnnff", numbers(count), count, 6, scores, groups, max(1, groups // 2), 1, scores, 1e-20, 2.5
+        )
+        ids = calls.result(f"route ids {scores} {count}", torch.zeros(len(logits), 6, dtype=torch.int64))
+        weights = calls.result(f"route weights {scores} {count}", torch.zeros(len(logits), 6))
+        calls.add("route", "ppppnn", router, logits, ids, weights, len(logits), THREADS)
+
+
+def add_attention(calls: NativeCalls) -> None:
+    lengths, queries, blocks = (1, 70, 330), (1, 70, 40), 30
+    starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+    table = torch.arange(blocks, dtype=torch.int32).flip(0).contiguous()
+    tables = torch.stack((table, table.roll(3), table.roll(7))).contiguous()
+    seq_lens, tokens = torch.tensor(lengths, dtype=torch.int32), sum(queries)
+    kinds = {  # head_dim, value_dim, planes, window, softcap, whether there are sinks, causal
+        "full": (80, 80, 2, 0, 0.0, False, 1),
+        "window": (64, 64, 2, 50, 0.0, False, 1),
+        "soft cap": (64, 64, 2, 0, 3.0, False, 1),
+        "sinks": (72, 72, 2, 90, 0.0, True, 1),
+        "latent": (96, 64, 1, 0, 0.0, False, 1),
+        "encoder": (40, 40, 2, 0, 0.0, False, 0),
+    }
+    for (kind, shape), dtype in itertools.product(kinds.items(), DTYPES):
+        head_dim, value_dim, planes, window, softcap, has_sinks, causal = shape
+        heads, kv_heads = (4, 2) if planes == 2 else (4, 1)
+        q = numbers(tokens, heads, head_dim, scale=2).to(dtype)
+        cache = numbers(blocks, planes, kv_heads, 16, head_dim, scale=2, seed=1).to(dtype)
+        out = calls.result(f"attention {kind} {dtype}", torch.zeros(tokens, heads * value_dim, dtype=dtype))
+        calls.add(
+            "paged_attention", "pnppnppppnnnnnnnnnffiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
+            seq_lens, numbers(heads, scale=3) if has_sinks else None, out, tokens, len(lengths), heads, kv_heads,
+            head_dim, value_dim, 16, window, THREADS, head_dim**-0.5, softcap, DTYPE_CODES[dtype], causal, planes == 1,
+        )  # fmt: skip
+
+
+def add_elementwise(calls: NativeCalls) -> None:
+    rows, eps = 9, 1e-6
+    for dtype, width in itertools.product(DTYPES, (40, 100, 1024)):
+        code, name = DTYPE_CODES[dtype], f"{dtype} {width}"
+        x, gate_up = numbers(rows, width, scale=3).to(dtype), numbers(rows, 2 * width, scale=3).to(dtype)
+        for is_float in (0, 1):
+            weight = numbers(width).to(torch.float32 if is_float else dtype)
+            residual = calls.result(f"rms_norm residual {name} {is_float}", numbers(rows, width, seed=5).to(dtype))
+            out = calls.result(f"rms_norm {name} {is_float}", torch.zeros_like(x))
+            calls.add("rms_norm", "ppppnnnfii", x, residual, weight, out, rows, width, THREADS, eps, code, is_float)
+        for residual in (None, numbers(rows, width, seed=5).to(dtype)):
+            pair = (numbers(width).to(dtype), numbers(width, seed=1).to(dtype))
+            out = calls.result(f"layer_norm {name} {residual is None}", torch.zeros_like(x))
+            calls.add("layer_norm", "pppppnnnfi", x, residual, *pair, out, rows, width, THREADS, eps, code)
+        out = calls.result(f"silu_and_mul {name}", torch.zeros_like(x))
+        calls.add("silu_and_mul", "ppnnni", gate_up, out, rows, width, THREADS, code)
+        for is_tanh in (0, 1):
+            out = calls.result(f"gelu_and_mul {name} {is_tanh}", torch.zeros_like(x))
+            calls.add("gelu_and_mul", "ppnnnii", gate_up, out, rows, width, THREADS, is_tanh, code)
+            out = calls.result(f"gelu {name} {is_tanh}", x.clone())
+            calls.add("gelu", "pnnnii", out, rows, width, THREADS, is_tanh, code)
+        out = calls.result(f"soft_cap {name}", x.clone() * 20)
+        calls.add("soft_cap", "pnnnfi", out, rows, width, THREADS, 30.0, code)
+    # silu(g) = g / (1 + 2^(-g log2 e)), where the power leaves the normal numbers, and in the middle between integers.
+    middles = torch.arange(-130, 131) + torch.tensor([[0.0], [0.5], [-0.5]])
+    near = torch.cat([(middles * scale).flatten() for scale in (1.0, 1 + 1e-6, 1 - 1e-6)]) * -math.log(2)
+    gate = torch.cat((EDGES, near, numbers(4000, scale=50)))
+    out = calls.result("silu_and_mul edges", torch.zeros(1, len(gate)))
+    both = torch.cat((gate, torch.ones_like(gate)))
+    calls.add("silu_and_mul", "ppnnni", both, out, 1, len(gate), 1, DTYPE_CODES[torch.float32])
+    out = calls.result("sigmoid", gate.clone())
+    calls.add("sigmoid", "pn", out, len(out))
+    # Every number of 16 bits, widened and narrowed again.
+    for dtype in (torch.bfloat16, torch.float16):
+        all_numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+        out = calls.result(f"all {dtype}", torch.zeros_like(all_numbers))
+        row, weight = torch.zeros(1, dtype=torch.int32), torch.ones(1)
+        calls.add("experts_combine", "ppppnnnni", all_numbers, row, weight, out, 1, 1, 1 << 16, 1, DTYPE_CODES[dtype])
+
+
+def add_rope(calls: NativeCalls) -> None:
+    tokens, heads, block_size = 11, (4, 2), 16
+    for dtype, head_dim, is_float in itertools.product(DTYPES, (64, 72), (0, 1)):
+        rotated = head_dim - 24 * (head_dim == 72)
+        positions, slots = torch.arange(tokens) + 3, torch.arange(tokens).flip(0).contiguous()
+        norms = [numbers(head_dim, seed=seed).to(torch.float32 if is_float else dtype) for seed in (3, 4)]
+        name = f"rope {dtype} {head_dim} {is_float}"
+        qkv = calls.result(f"{name} q", numbers(tokens, (heads[0] + 2 * heads[1]) * head_dim).to(dtype))
+        cache = calls.result(f"{name} cache", torch.zeros(1, 2, heads[1], block_size, head_dim, dtype=dtype))
+        calls.add(
+            "rope_and_store_kv", "pppppppnnnnnnnfiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
+            tokens, *heads, head_dim, rotated, block_size, THREADS, 1e-6, DTYPE_CODES[dtype], 0, is_float,
+        )  # fmt: skip
+
+
+def all_calls() -> NativeCalls:
+    calls = NativeCalls()
+    for add in (add_linear, add_experts, add_router, add_attention, add_elementwise, add_rope):
+        add(calls)
+    return calls
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of results that differ in a bit; a NaN equals every NaN, whose bits depend on the processor."""
+    assert one.keys() == other.keys()
+    names: list[str] = []
+    for name, found in one.items():
+        same = found == other[name]
+        if found.is_floating_point():
+            integers = {4: torch.int32, 2: torch.int16}[found.itemsize]
+            same = found.view(integers) == other[name].view(integers)
+            same |= found.isnan() & other[name].isnan()
+        if not same.all():
+            names.append(f"{name}: {(~same).sum()} of {same.numel()}")
+    return names
+
+
+def compile_driver(compiler: str, target: Path) -> Path:
+    subprocess.run([compiler, "-std=c++17", "-O1", "-o", str(target), str(SOURCE), "-ldl"], check=True, timeout=120)
+    return target
+
+
+def compile_library(compiler: str, machine: str, target: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Compiles the kernels as `setup.py` does for a machine."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    made = runpy.run_path("setup.py")
+    made["compile_native"](compiler, target, machine)
+    return target
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or native.library() is None:
+        pytest.skip("needs a C++ compiler and the native kernels")
+    return [str(compile_driver(compiler, tmp_path_factory.mktemp("driver") / "native_calls"))]
+
+
+@pytest.mark.skipif(len(SETS) < 2, reason="this processor has one instruction set of this arithmetic")
+def test_instruction_sets_of_one_arithmetic_compute_the_same_bits(driver: Sequence[str], tmp_path: Path) -> None:
+    calls = all_calls()
+    results = [calls.run(driver, native.library_for(isa).path, isa, tmp_path) for isa in SETS]
+    assert len(results[0]) > 150, "every kernel, in every dtype"
+    for isa, result in zip(SETS[1:], results[1:], strict=True):
+        assert not differing(results[0], result), f"{SETS[0]} and {isa}"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SETS, reason="this processor has no instruction set of this arithmetic")
+def test_portable_kernels_compute_the_same_bits(
+    driver: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = compile_library("c++", "any other machine", tmp_path / "generic.so", monkeypatch)
+    calls, path = all_calls(), native.library_for(SETS[0]).path
+    assert ARITHMETIC["generic"] == ARITHMETIC[SETS[0]]
+    portable = calls.run(driver, library, "generic", tmp_path)
+    assert not differing(portable, calls.run(driver, path, SETS[0], tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SETS, reason="this processor has no instruction set of this arithmetic")
+@pytest.mark.skipif(not (CROSS and QEMU), reason="needs g++-aarch64-linux-gnu and qemu-user-static")
+def test_arm64_computes_the_same_bits(driver: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CROSS is not None
+    assert QEMU is not None
+    library = compile_library(CROSS, "aarch64", tmp_path / "arm64.so", monkeypatch)
+    emulated = [QEMU, "-L", "/usr/aarch64-linux-gnu", str(compile_driver(CROSS, tmp_path / "arm64_calls"))]
+    calls, path = all_calls(), native.library_for(SETS[0]).path
+    assert ARITHMETIC["neon"] == ARITHMETIC[SETS[0]]
+    arm64 = calls.run(emulated, library, "neon", tmp_path)
+    assert not differing(arm64, calls.run(driver, path, SETS[0], tmp_path))
