@@ -353,3 +353,4 @@ PENSTOCK_EXPORT(void, paged_attention)
 #endif
     }
 }
+PENSTOCK_RECORDABLE(paged_attention)

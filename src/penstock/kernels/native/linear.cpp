@@ -18,3 +18,4 @@ PENSTOCK_EXPORT(void, linear_pack)(const Linear* layer, const void* weight, int6
 PENSTOCK_EXPORT(void, linear)(const Linear* layer, const void* x, void* out, int64_t rows, int64_t threads) {
     with_kernel(layer->dtype, [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });
 }
+PENSTOCK_RECORDABLE(linear)
