@@ -155,21 +155,21 @@ public:
         begin(item);
         const int64_t first_key = groups_[0].from[0], last_key = groups_[count_ - 1].to[groups_[count_ - 1].rows - 1];
         const Keys keys{item.request, first_key, last_key};
-        KVTile<T> tile = locate(keys, first_key / kTile * kTile, item.first_head);
-        for (int64_t start = first_key / kTile * kTile; start < last_key; start += kTile)
-            for (int64_t head = item.first_head; head < item.first_head + item.heads; ++head) {
-                const bool last_head = head + 1 == item.first_head + item.heads;
-                const int64_t next_start = last_head ? start + kTile : start;
-                const bool more = next_start < last_key;
-                KVTile<T> next;
-                if (more) next = locate(keys, next_start, last_head ? item.first_head : head + 1);
-                // With several groups per head, computation dominates the time.
-                Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
+        KVTiles<T> tiles = locate(keys, first_key / kTile * kTile, item);
+        for (int64_t start = first_key / kTile * kTile; start < last_key; start += kTile) {
+            const bool more = start + kTile < last_key;
+            KVTiles<T> next;
+            if (more) next = locate(keys, start + kTile, item);
+            // With several groups per head, computation dominates the time.
+            Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
+            for (int64_t head = 0; head < item.heads; ++head) {
+                const KVTile<T> tile = tiles.of(head);
                 engine_.set_tile(tile, prefetch);
                 for (int group = 0; group < count_; ++group)
-                    if (groups_[group].kv_head == head) visit(group, start);
-                if (more) tile = next;
+                    if (groups_[group].kv_head == item.first_head + head) visit(group, start);
             }
+            if (more) tiles = next;
+        }
         finish(item);
     }
 
@@ -222,16 +222,17 @@ private:
         return group.kv_head * a_.group() + (group.first_row + row) % a_.group();
     }
 
-    // The tile that begins at key `start`. Blocks with no key that a row sees are never read: with a window they may
+    // The tiles that begin at key `start`. Blocks with no key that a row sees are never read: with a window they may
     // have been freed.
-    KVTile<T> locate(const Keys& keys, int64_t start, int64_t kv_head) const {
-        KVTile<T> tile;
+    KVTiles<T> locate(const Keys& keys, int64_t start, const Item& item) const {
+        KVTiles<T> tiles;
+        KVTile<T>& tile = tiles.first;
         tile.begin = static_cast<int>(keys.first > start ? keys.first - start : 0);
         tile.end = static_cast<int>(keys.last - start < kTile ? keys.last - start : kTile);
         const int32_t* blocks = a_.block_table + keys.request * a_.table_stride;
         const int64_t head_size = a_.block_size * a_.head_dim, plane = a_.num_kv_heads * head_size;
         const int64_t values = a_.latent ? a_.head_dim - a_.value_dim : plane;
-        const T* cache = static_cast<const T*>(a_.kv_cache) + kv_head * head_size;
+        const T* cache = static_cast<const T*>(a_.kv_cache) + item.first_head * head_size;
         const int width = a_.block_size % (2 * kSpan) == 0 ? 2 * kSpan : kSpan;
         for (int key = 0; key < kTile; key += width) {
             const bool seen = key < tile.end && key + width > tile.begin;
@@ -243,7 +244,11 @@ private:
                 tile.values[i] = seen ? at + values : nullptr;
             }
         }
-        return tile;
+        tiles.heads = item.heads;
+        tiles.head_stride = head_size;
+        tiles.spans = width / kSpan;
+        tiles.has_values = !a_.latent;
+        return tiles;
     }
 
     // Adds the current tile to the rows of one group, unless none of them sees any of it.
