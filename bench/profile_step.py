@@ -2,14 +2,17 @@
 
     python bench/profile_step.py [bench/shapes/qwen3-0.6b] [--quick]
 
-The last column is the time of the Python code around the kernels. The memory floor is the weights' bytes over the read
-bandwidth that the same process measures.
+The kernels' times and the rest, which is the time of the Python code around them, are those of layers that are called
+one kernel after another. Then the same step is measured with its layers in one call (`penstock.models.repeated`), as
+engines run it; the two alternate. The memory floor is the weights' bytes over the read bandwidth that the same process
+measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from typing import Any
 import penstock.attention.native as attention
 import penstock.layers.norm as norm
 import penstock.models.parts as parts
+import penstock.models.repeated as repeated
 from penstock import LLM, SamplingParams
 from penstock.kernels.linear import PackedLinear
 
@@ -27,6 +31,7 @@ SPENT: Counter[str] = Counter()
 # (requests, prompt tokens, output tokens): decode at three batch sizes, and one prefill.
 CASES = ((1, 2, 65), (8, 2, 65), (32, 2, 65), (1, 1024, 1))
 QUICK_CASES = ((1, 2, 5), (1, 64, 1))
+MAX_ROWS = repeated.MAX_ROWS
 
 
 def timed(owner: Any, name: str, label: Callable[[Any], str] | None = None) -> None:
@@ -57,6 +62,7 @@ def read_bandwidth(num_floats: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="?", default=str(SHAPE), help="folder with a config.json")
+    parser.add_argument("--rounds", type=int, default=3, help="of each case; medians are shown")
     parser.add_argument("--quick", action="store_true", help="a few steps, to try the script")
     args = parser.parse_args()
     timed(PackedLinear, "into", lambda layer: f"linear {layer.in_features}x{layer.out_features}")
@@ -81,11 +87,21 @@ def main() -> None:
     print(f"read bandwidth {read_bandwidth(1 << (20 if args.quick else 28)) / 1e9:.1f} GB/s")
     for count, length, num_tokens in QUICK_CASES if args.quick else CASES:
         SPENT.clear()
-        total = generate(count, length, num_tokens)
-        per_step = {name: round(spent / num_tokens * 1e3, 2) for name, spent in sorted(SPENT.items())}
-        rest = (total - sum(SPENT.values())) / num_tokens * 1e3
-        name = f"{count} requests, {length} prompt tokens"
-        print(f"{name}: {total / num_tokens * 1e3:.1f} ms a step: {per_step}, rest {rest:.1f}")
+        times: dict[int, list[float]] = {0: [], MAX_ROWS: []}
+        for _ in range(1 if args.quick else args.rounds):
+            for rows, each in times.items():
+                repeated.MAX_ROWS = rows
+                before = SPENT.copy()
+                each.append(generate(count, length, num_tokens) / num_tokens * 1e3)
+                if rows:
+                    SPENT.clear()
+                    SPENT.update(before)
+        single, whole = (statistics.median(each) for each in times.values())
+        steps = num_tokens * len(times[0])
+        per_step = {name: round(spent / steps * 1e3, 2) for name, spent in sorted(SPENT.items())}
+        rest = single - sum(per_step.values())
+        print(f"{count} requests, {length} prompt tokens: {single:.1f} ms a step: {per_step}, rest {rest:.1f}")
+        print(f"    layers in one call: {whole:.1f} ms a step, {single / whole:.3f}x")
 
 
 if __name__ == "__main__":

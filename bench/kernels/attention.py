@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels import native
+from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.paged_attention import Softmax, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
@@ -26,6 +27,7 @@ module = importlib.import_module("penstock.kernels.paged_attention")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 # (requests, queries of each, keys of each)
 CASES = ((1, 1, 1024), (8, 1, 1024), (32, 1, 1024), (8, 4, 1024), (1, 256, 1024), (1, 1024, 1024), (1, 2048, 2048))
+LONG_CASES = ((1, 1, 4096), (1, 1, 16384), (8, 1, 4096), (8, 1, 16384), (1, 4096, 4096))
 
 SOFTMAX = Softmax(HEAD_DIM**-0.5)
 
@@ -92,14 +94,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=native.default_num_threads())
     parser.add_argument("--seconds", type=float, default=3, help="measuring time of a case")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--long", action="store_true", help="contexts of 4k and 16k tokens; needs 1 GB of memory")
     args = parser.parse_args()
     native.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     isas = [isa for isa in args.isa.split(",") if isa]
-    cache = torch.randn(64, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(getattr(torch, args.dtype)).repeat(90, 1, 1, 1, 1)
+    blocks = torch.randn(64, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(getattr(torch, args.dtype))
+    copies = 160 if args.long else 90
+    # In the memory that an engine has its cache in.
+    cache = aligned_bytes(copies * blocks.nbytes).view(blocks.dtype).view(copies, *blocks.shape)
+    cache = cache.copy_(blocks.expand_as(cache)).flatten(0, 1)
     print(f"{cache.numel() * cache.element_size() / 1e6:.0f} MB of cache, {args.threads} threads, {args.dtype}")
-    for requests, query_len, seq_len in CASES:
+    for requests, query_len, seq_len in LONG_CASES if args.long else CASES:
         case = Case(cache, requests, query_len, seq_len)
         calls = {isa: case.penstock(isa) for isa in isas} | {"torch": case.gather_sdpa, "read": case.read}
         for name, times in measure(case, calls, args.seconds).items():

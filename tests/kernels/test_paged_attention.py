@@ -293,6 +293,38 @@ class TestSameBits:
         assert torch.equal(run([Part(sequence, 0, 211)], window=window), before)
 
 
+class TestRanges:
+    """Keys beyond those of one range, which threads may compute at the same time: 2,200 positions are three ranges."""
+
+    LENGTH = 2200
+
+    @pytest.fixture(params=[(torch.bfloat16, 64, (4, 2), 0), (torch.float32, 64, (2, 1), 0),
+                            (torch.bfloat16, 80, (18, 1), 64)])  # fmt: skip
+    def sequence(self, request: pytest.FixtureRequest) -> Sequence:
+        torch.manual_seed(2)
+        dtype, head_dim, heads, value_dim = request.param
+        return Sequence.random(self.LENGTH, heads, head_dim, dtype, value_dim)
+
+    @pytest.mark.parametrize("isa", ISAS, indirect=True)
+    @pytest.mark.parametrize("window", [0, 1100])
+    def test_same_bits_on_any_number_of_threads(self, isa: str, sequence: Sequence, window: int) -> None:
+        window = window if len(sequence.planes) == 2 else 0
+        options = {"window": window, "softcap": 2.0, "sinks": sinks_of(sequence)}
+        # The ends of a range and of the sequence; one row, a few, and more than share an item.
+        parts = [Part(sequence, first, first + count) for first, count in
+                 ((1023, 1), (1024, 1), (1025, 3), (2050, 1), (2190, 3), (1000, 150), (2060, 140))]  # fmt: skip
+        together = run(parts, **options)
+        rows = [row for part in parts for row in range(part.first, part.last)]
+        exact = sequence.exact(window, 2.0, options["sinks"])[rows]
+        torch.testing.assert_close(together.double(), exact, atol=TOLERANCE[sequence.q.dtype], rtol=0)
+        for threads in (2, 3, 64):
+            native.set_num_threads(threads)
+            alone = [run([part], **options) for part in parts]
+            assert torch.equal(torch.cat(alone), together), threads
+        single = [run([Part(sequence, row, row + 1)], **options) for row in rows[::20]]
+        assert torch.equal(torch.cat(single), together[::20])
+
+
 def test_wrong_shapes_raise_assertion_errors(isa: str) -> None:
     q, cache = torch.zeros(3, 4, 64), torch.zeros(2, 2, 3, 16, 64)
     starts, seq_lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)

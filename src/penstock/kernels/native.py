@@ -11,13 +11,15 @@ prints the available sets, and fails if a compiler is available but the library 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -71,6 +73,30 @@ def set_num_threads(count: int) -> int:
     return count
 
 
+class CallRecorder(Protocol):
+    def add(self, library: NativeLibrary, name: str, arguments: str, values: Sequence[Any]) -> None:
+        """Called before a function is called: its full name, the letters of its arguments, and their values."""
+        ...
+
+
+class _Thread(threading.local):
+    recorder: CallRecorder | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def recorded_by(recorder: CallRecorder) -> Iterator[None]:
+    """Tells the recorder of every call of this thread."""
+    assert _thread.recorder is None, "calls are being recorded already"
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = None
+
+
 class NativeLibrary:
     """The loaded library bound to one instruction set."""
 
@@ -95,12 +121,23 @@ class NativeLibrary:
         """Does the same for `penstock_<name>`, compiled once for all instruction sets, which returns an int32."""
         return self._declare(name, arguments, "i")
 
+    def recordable(self, name: str) -> int | None:
+        """Returns the address of the form of `penstock_<name>`, a full name, that takes its arguments from an array."""
+        function = getattr(self._handle, f"penstock_{name.removesuffix(f'_{self.isa}')}_recorded_{self.isa}", None)
+        return ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
+
     def _declare(self, name: str, arguments: str, result: str | None) -> Callable[..., Any]:
         if name not in self._functions:
             function = getattr(self._handle, f"penstock_{name}")
             function.argtypes = [_TYPES[letter] for letter in arguments]
             function.restype = result and _TYPES[result]
-            self._functions[name] = function
+
+            def call(*values: Any) -> Any:
+                if _thread.recorder is not None:
+                    _thread.recorder.add(self, name, arguments, values)
+                return function(*values)
+
+            self._functions[name] = call
         return self._functions[name]
 
 

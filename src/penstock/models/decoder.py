@@ -10,6 +10,7 @@ tokens of this step, H hidden size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from penstock.layers.rotary import RotaryTables
 from penstock.models.interface import ModelOutput
 from penstock.models.norms import ReadNorm, rms_norm
 from penstock.models.parts import Attention, FeedForward
+from penstock.models.repeated import RepeatedLayers
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
 
@@ -140,6 +142,14 @@ class Decoder:
         ]
         specs = [layer.attention.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
+        # The layers from one at whose input the stream is kept to the next.
+        numbers = self.stage.layers
+        starts = sorted({numbers.start, *(number for number in aux_layers if number in numbers)})
+        spans = [range(start, end) for start, end in itertools.pairwise((*starts, numbers.stop))]
+        self._spans = [
+            (span, RepeatedLayers([name for number in span for name in specs[number - numbers.start]]))
+            for span in spans
+        ]
         self._embedding: Embedding | None = None
         # Rounded to the dtype, as Gemma's is; those of other models are numbers of the dtype.
         self._embedding_scale = float(torch.tensor(config.multipliers.embedding, dtype=weights.dtype))
@@ -190,10 +200,11 @@ class Decoder:
         """Runs the stage's layers. The given residual stream is overwritten."""
         x, residual = tensors.x, tensors.residual
         kept = [tensors.aux_hidden]
-        for number, layer in zip(self.stage.layers, self.layers, strict=True):
-            if number in self.aux_layers:
+        for span, run in self._spans:
+            if span.start in self.aux_layers:
                 kept.append(residual + x)
-            x = layer(x, residual, positions, context)
+            first = span.start - self.stage.layers.start
+            x = run(self.layers[first : first + len(span)], x, residual, positions, context)
         return IntermediateTensors(x, residual, torch.cat(kept, -1) if len(kept) > 1 else kept[0])
 
     def finish(self, tensors: IntermediateTensors) -> ModelOutput:

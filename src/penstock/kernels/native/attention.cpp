@@ -1,15 +1,21 @@
 // Paged attention with one arithmetic for prefill, chunked prefill, decode and verification.
 //
 // A query row processes the tiles of keys it sees in ascending order, each tile kTile keys that begin at a multiple of
-// kTile, with one online softmax; nothing in this depends on other rows, on the location of blocks or on the threads. A
-// tile that a row does not see at all leaves its state unchanged, bit for bit, so rows that share a work item may begin
-// and end at different tiles. A sink is added to the denominator after the last tile.
+// kTile, with one online softmax for each range, kRange keys that begin at a multiple of kRange; the results of the ranges
+// are merged in ascending order. Nothing in this depends on other rows, on the location of blocks or on the threads, which
+// may compute the ranges of a row at the same time. A tile or range that a row does not see at all leaves its state
+// unchanged but for the sign of zeros, so rows that share a work item may begin and end at different ones. A sink is added
+// to the denominator after the last range.
 #include "attention_bf16.h"
 #include "attention_float.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace penstock::ISA {
 namespace {
+
+constexpr int64_t kRange = 1024;
+static_assert(kRange % kTile == 0, "ranges consist of whole tiles");
 
 struct Attention {
     const void* q;                   // [T, num_heads, head_dim], rows q_stride elements apart
@@ -36,6 +42,8 @@ struct Attention {
 // heads of a token that share a KV head are adjacent rows.
 struct Item {
     int64_t request, first_head, heads, first_row;
+    int64_t first_key, last_key;  // it has no other keys than [first_key, last_key)
+    int64_t part, parts;          // number `part` of so many items, one range each, with these rows
 };
 
 // Finds the item of an index, for indices that only grow.
@@ -45,11 +53,24 @@ public:
         // Heads of a block are adjacent, and are best read one after the other, but every thread should have some.
         const int64_t share = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
         most_heads_ = share < kGroups ? share : kGroups;
+        for (int64_t request = 0; request < attention.requests; ++request) total_ += count(request);
+        if (threads == 1 || total_ >= kItemsPerThread * threads) return;
+        divides_ranges_ = true;
+        total_ = 0;
+        for (int64_t request = 0; request < attention.requests; ++request) total_ += count(request);
     }
 
-    int64_t count(int64_t request) const {
-        const int64_t heads = heads_at_once(request);
-        return parts(request) * ((attention_.num_kv_heads + heads - 1) / heads);
+    int64_t total() const { return total_; }
+
+    // Most rows of an item that has only one range of its rows; 0: there is no such item.
+    int64_t most_divided_rows() const {
+        int64_t most = 0;
+        for (int64_t request = 0; request < attention_.requests; ++request)
+            if (ranges(request) > 1) {
+                const int64_t now = heads_at_once(request) * rows(request);
+                most = now > most ? now : most;
+            }
+        return most;
     }
 
     // Of all heads.
@@ -57,20 +78,40 @@ public:
 
     Item at(int64_t index) {
         while (index >= first_ + count(request_)) first_ += count(request_++);
-        const int64_t heads = heads_at_once(request_), count = parts(request_), within = index - first_;
+        const int64_t heads = heads_at_once(request_), count = parts(request_), divided = ranges(request_);
+        const int64_t part = (index - first_) % divided, within = (index - first_) / divided;
         const int64_t columns = (attention_.num_kv_heads + heads - 1) / heads;
         const int64_t first_head = within % columns * heads, left = attention_.num_kv_heads - first_head;
+        const int64_t first_key = divided > 1 ? (first_range(request_) + part) * kRange : 0;
+        const int64_t last_key = divided > 1 ? first_key + kRange : attention_.seq_lens[request_];
         // The last rows of a prompt see most keys and are taken first, so that threads finish together.
-        return {request_, first_head, left < heads ? left : heads, (count - 1 - within / columns) * kGroups * kGroup};
+        const int64_t first_row = (count - 1 - within / columns) * kGroups * kGroup;
+        return {request_, first_head, left < heads ? left : heads, first_row, first_key, last_key, part, divided};
     }
 
 private:
+    // Fewer items than this are divided by ranges.
+    static constexpr int64_t kItemsPerThread = 4;
+
+    int64_t count(int64_t request) const {
+        const int64_t heads = heads_at_once(request);
+        return parts(request) * ((attention_.num_kv_heads + heads - 1) / heads) * ranges(request);
+    }
+    int64_t first_range(int64_t request) const {
+        const int64_t first = attention_.seq_lens[request] - attention_.query_len(request) - attention_.window + 1;
+        return attention_.window && first > 0 ? first / kRange : 0;
+    }
+    int64_t ranges(int64_t request) const {
+        if (!divides_ranges_ || parts(request) != 1) return 1;
+        return (attention_.seq_lens[request] + kRange - 1) / kRange - first_range(request);
+    }
     int64_t rows(int64_t request) const { return attention_.query_len(request) * attention_.group(); }
     int64_t parts(int64_t request) const { return (rows(request) + kGroups * kGroup - 1) / (kGroups * kGroup); }
     int64_t heads_at_once(int64_t request) const { return rows(request) <= kGroup ? most_heads_ : 1; }
 
     const Attention& attention_;
-    int64_t most_heads_, request_ = 0, first_ = 0;
+    int64_t most_heads_, total_ = 0, request_ = 0, first_ = 0;
+    bool divides_ranges_ = false;
 };
 
 // The running softmax of a group's rows: the largest score, and its denominator as kLanes partial sums.
@@ -133,6 +174,18 @@ void softmax(const float* s, int rows, const int* from, const int* to, float sca
     }
 }
 
+// Adds the result of a range to that of all ranges before it: each the largest score of a row, its denominator and acc.
+inline void merge(const float largest, const Vec denominator, const float* acc, float scale_log2e, float& total_largest,
+                  Vec& total_denominator, float* total, int64_t padded_dim) {
+    const float now = total_largest > largest ? total_largest : largest;
+    const Vec before = exp2(splat(total_largest - now) * splat(scale_log2e));
+    const Vec here = exp2(splat(largest - now) * splat(scale_log2e));
+    total_largest = now;
+    total_denominator = fma(total_denominator, before, denominator * here);
+    for (int64_t d = 0; d < padded_dim; d += kLanes)
+        store(total + d, fma(load(total + d), before, load(acc + d) * here));
+}
+
 // Computes work items, one after the other, on one thread.
 template <class Engine>
 class Worker {
@@ -140,8 +193,12 @@ public:
     using T = typename Engine::Storage;
 
     static size_t bytes(const Attention& a) {
-        return Engine::bytes(a.shape()) + sizeof(float) * kGroup * (kGroups * a.shape().padded_dim() + kTile) + 2 * 64;
+        const int64_t numbers = kGroup * (2 * kGroups * a.shape().padded_dim() + kTile);
+        return Engine::bytes(a.shape()) + sizeof(float) * numbers + 3 * 64;
     }
+
+    // Numbers of a row's result of one range: its largest score, in a vector, the denominator and acc.
+    static int64_t partial_size(const Attention& a) { return 2 * kLanes + a.shape().padded_dim(); }
 
     explicit Worker(const Attention& attention)
         : a_(attention),
@@ -149,27 +206,47 @@ public:
           engine_(arena_, a_.shape()),
           padded_dim_(a_.shape().padded_dim()),
           acc_(arena_.zeros<float>(kGroups * kGroup * padded_dim_)),
+          total_(arena_.zeros<float>(kGroups * kGroup * padded_dim_)),
           scores_(arena_.zeros<float>(kGroup * kTile)) {}
 
-    void run(const Item& item) {
+    // `partials` has room for the rows of an item that has one range of several.
+    void run(const Item& item, float* partials) {
         begin(item);
-        const int64_t first_key = groups_[0].from[0], last_key = groups_[count_ - 1].to[groups_[count_ - 1].rows - 1];
+        const int64_t from = groups_[0].from[0], to = groups_[count_ - 1].to[groups_[count_ - 1].rows - 1];
+        const int64_t first_key = from > item.first_key ? from : item.first_key;
+        const int64_t last_key = to < item.last_key ? to : item.last_key;
         const Keys keys{item.request, first_key, last_key};
-        KVTile<T> tile = locate(keys, first_key / kTile * kTile, item.first_head);
-        for (int64_t start = first_key / kTile * kTile; start < last_key; start += kTile)
-            for (int64_t head = item.first_head; head < item.first_head + item.heads; ++head) {
-                const bool last_head = head + 1 == item.first_head + item.heads;
-                const int64_t next_start = last_head ? start + kTile : start;
-                const bool more = next_start < last_key;
-                KVTile<T> next;
-                if (more) next = locate(keys, next_start, last_head ? item.first_head : head + 1);
-                // With several groups per head, computation dominates the time.
-                Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
+        KVTiles<T> tiles = locate(keys, first_key / kTile * kTile, item);
+        for (int64_t start = first_key / kTile * kTile; start < last_key; start += kTile) {
+            const bool more = start + kTile < last_key;
+            KVTiles<T> next;
+            if (more) next = locate(keys, start + kTile, item);
+            // With several groups per head, computation dominates the time.
+            Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
+            for (int64_t head = 0; head < item.heads; ++head) {
+                const KVTile<T> tile = tiles.of(head);
                 engine_.set_tile(tile, prefetch);
                 for (int group = 0; group < count_; ++group)
-                    if (groups_[group].kv_head == head) visit(group, start);
-                if (more) tile = next;
+                    if (groups_[group].kv_head == item.first_head + head) visit(group, start);
             }
+            if (more) tiles = next;
+            if (item.parts == 1 && ((start + kTile) % kRange == 0 || !more)) merge_range(more);
+        }
+        if (item.parts == 1)
+            finish(item);
+        else
+            store_range(partials);
+    }
+
+    // Merges the ranges of an item's rows, `stride` numbers apart, the first of which is at `partials`.
+    void run_merge(const Item& item, const float* partials, int64_t stride) {
+        begin(item);
+        for (int64_t part = 0; part < item.parts; ++part) {
+            const float* from = partials + part * stride;
+            for (int index = 0; index < count_; ++index)
+                for (int row = 0; row < groups_[index].rows; ++row, from += partial_size(a_))
+                    merge_row(index, row, from[0], load(from + kLanes), from + 2 * kLanes);
+        }
         finish(item);
     }
 
@@ -184,7 +261,7 @@ private:
         int64_t kv_head, first_row;
         int rows;
         int64_t from[kGroup], to[kGroup];  // the keys [from, to) that a row sees, ascending with the row
-        SoftmaxState softmax;
+        SoftmaxState softmax, total;       // of the current range; of all ranges before it
     };
 
     void begin(const Item& item) {
@@ -200,12 +277,14 @@ private:
                 begin(item.request, group, count_++);
             }
         std::memset(acc_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
+        std::memset(total_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
     }
 
     void begin(int64_t request, Group& group, int index) {
         const int64_t query_len = a_.query_len(request);
         const T* rows[kGroup];
         group.softmax.reset();
+        group.total.reset();
         for (int i = 0; i < group.rows; ++i) {
             const int64_t query = (group.first_row + i) / a_.group();
             const int64_t position = a_.seq_lens[request] - query_len + query;
@@ -222,16 +301,17 @@ private:
         return group.kv_head * a_.group() + (group.first_row + row) % a_.group();
     }
 
-    // The tile that begins at key `start`. Blocks with no key that a row sees are never read: with a window they may
+    // The tiles that begin at key `start`. Blocks with no key that a row sees are never read: with a window they may
     // have been freed.
-    KVTile<T> locate(const Keys& keys, int64_t start, int64_t kv_head) const {
-        KVTile<T> tile;
+    KVTiles<T> locate(const Keys& keys, int64_t start, const Item& item) const {
+        KVTiles<T> tiles;
+        KVTile<T>& tile = tiles.first;
         tile.begin = static_cast<int>(keys.first > start ? keys.first - start : 0);
         tile.end = static_cast<int>(keys.last - start < kTile ? keys.last - start : kTile);
         const int32_t* blocks = a_.block_table + keys.request * a_.table_stride;
         const int64_t head_size = a_.block_size * a_.head_dim, plane = a_.num_kv_heads * head_size;
         const int64_t values = a_.latent ? a_.head_dim - a_.value_dim : plane;
-        const T* cache = static_cast<const T*>(a_.kv_cache) + kv_head * head_size;
+        const T* cache = static_cast<const T*>(a_.kv_cache) + item.first_head * head_size;
         const int width = a_.block_size % (2 * kSpan) == 0 ? 2 * kSpan : kSpan;
         for (int key = 0; key < kTile; key += width) {
             const bool seen = key < tile.end && key + width > tile.begin;
@@ -243,7 +323,11 @@ private:
                 tile.values[i] = seen ? at + values : nullptr;
             }
         }
-        return tile;
+        tiles.heads = item.heads;
+        tiles.head_stride = head_size;
+        tiles.spans = width / kSpan;
+        tiles.has_values = !a_.latent;
+        return tiles;
     }
 
     // Adds the current tile to the rows of one group, unless none of them sees any of it.
@@ -265,6 +349,34 @@ private:
         engine_.accumulate(group.rows, acc);
     }
 
+    void merge_row(int index, int row, float largest, Vec denominator, const float* acc) {
+        SoftmaxState& total = groups_[index].total;
+        merge(largest, denominator, acc, a_.scale_log2e(), total.largest[row], total.denominator[row],
+              total_ + (index * kGroup + row) * padded_dim_, padded_dim_);
+    }
+
+    // Merges the current range of all rows, and begins the next one if there are `more`.
+    void merge_range(bool more) {
+        for (int index = 0; index < count_; ++index) {
+            SoftmaxState& softmax = groups_[index].softmax;
+            float* acc = acc_ + index * kGroup * padded_dim_;
+            for (int row = 0; row < groups_[index].rows; ++row)
+                merge_row(index, row, softmax.largest[row], softmax.denominator[row], acc + row * padded_dim_);
+            if (!more) continue;
+            softmax.reset();
+            std::memset(acc, 0, kGroup * padded_dim_ * sizeof(float));
+        }
+    }
+
+    void store_range(float* to) const {
+        for (int index = 0; index < count_; ++index)
+            for (int row = 0; row < groups_[index].rows; ++row, to += partial_size(a_)) {
+                store(to, splat(groups_[index].softmax.largest[row]));
+                store(to + kLanes, groups_[index].softmax.denominator[row]);
+                std::memcpy(to + 2 * kLanes, acc_ + (index * kGroup + row) * padded_dim_, padded_dim_ * sizeof(float));
+            }
+    }
+
     static int within_tile(int64_t key) { return key < 0 ? 0 : key > kTile ? kTile : static_cast<int>(key); }
 
     void finish(const Item& item) const {
@@ -273,7 +385,7 @@ private:
                 const Group& group = groups_[index];
                 const int64_t token = a_.query_start_loc[item.request] + (group.first_row + i) / a_.group();
                 T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + query_head(group, i)) * a_.value_dim;
-                const float* acc = acc_ + (index * kGroup + i) * padded_dim_;
+                const float* acc = total_ + (index * kGroup + i) * padded_dim_;
                 const Vec inverse = splat(1.0f / denominator(group, i));
                 // Weights of zero may have turned -0 into +0: adding +0 makes them one.
                 for (int64_t d = 0; d < a_.value_dim; d += kLanes)
@@ -281,19 +393,20 @@ private:
             }
     }
 
-    // Of a row that has processed all its tiles.
+    // Of a row whose ranges have been merged.
     float denominator(const Group& group, int row) const {
-        const float keys = sum(group.softmax.denominator[row]);
+        const float keys = sum(group.total.denominator[row]);
         if (!a_.sinks) return keys;
         const float sink = a_.sinks[query_head(group, row)] * 1.44269504f;
-        return keys + first_lane(exp2(splat(sink - group.softmax.largest[row] * a_.scale_log2e())));
+        return keys + first_lane(exp2(splat(sink - group.total.largest[row] * a_.scale_log2e())));
     }
 
     const Attention& a_;
     Arena arena_;
     Engine engine_;
     const int64_t padded_dim_;
-    float* const acc_;     // [kGroups, kGroup, padded_dim]
+    float* const acc_;     // [kGroups, kGroup, padded_dim]: of the current range
+    float* const total_;   // likewise, of all ranges before it
     float* const scores_;  // [kGroup, kTile]
     int count_ = 0;  // groups of the current item
     Group groups_[kGroups];
@@ -311,21 +424,31 @@ int64_t useful_threads(const Attention& attention) {
     return useful < 1 ? 1 : useful < attention.threads ? useful : attention.threads;
 }
 
+thread_local Scratch partials;
+
 template <class Engine>
 void attend(const Attention& attention) {
     const int64_t threads = useful_threads(attention);
     const Items work(attention, threads);
-    int64_t items = 0;
-    for (int64_t request = 0; request < attention.requests; ++request) items += work.count(request);
     const int64_t row_bytes = attention.num_heads * attention.value_dim * sizeof(typename Engine::Storage);
     const int64_t used = attention.query_start_loc[attention.requests];
     std::memset(static_cast<char*>(attention.out) + used * row_bytes, 0, (attention.tokens - used) * row_bytes);
-    int64_t next = 0;
-    const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
-    run_parts(threads, threads, [&](int64_t) {
-        Worker<Engine> worker(attention);
-        Items walk(work);
-        for (int64_t index = take(); index < items; index = take()) worker.run(walk.at(index));
+    const int64_t rows = work.most_divided_rows(), stride = rows * Worker<Engine>::partial_size(attention);
+    float* const memory = reinterpret_cast<float*>(partials.reserve(work.total() * stride * sizeof(float)));
+    const auto run_items = [&](const auto& run) {
+        int64_t next = 0;
+        const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
+        run_parts(threads, threads, [&](int64_t) {
+            Worker<Engine> worker(attention);
+            Items walk(work);
+            for (int64_t index = take(); index < work.total(); index = take())
+                run(worker, walk.at(index), memory + index * stride);
+        });
+    };
+    run_items([](auto& worker, const Item& item, float* partial) { worker.run(item, partial); });
+    if (rows == 0) return;
+    run_items([&](auto& worker, const Item& item, float* partial) {
+        if (item.parts > 1 && item.part == 0) worker.run_merge(item, partial, stride);
     });
 }
 
@@ -353,3 +476,4 @@ PENSTOCK_EXPORT(void, paged_attention)
 #endif
     }
 }
+PENSTOCK_RECORDABLE(paged_attention)

@@ -137,22 +137,25 @@ public:
                 const bool seen = key >= tile.begin && key < tile.end;
                 rows[i] = seen ? tile.keys[key / kSpan] + key % kSpan * dim_ : zeros_;
             }
-            for (int64_t d = 0; d < dim_; d += 32)
+            for (int64_t d = 0; d < dim_; d += 32) {
+                prefetch.issue(prefetch.share(kTile / 16 * ((dim_ + 31) / 32)));
                 transpose_pairs(rows, d, dim_, keys_ + d / 2 * kTile + first, kTile);
+            }
         }
-        values_.set(tile, prefetch, prefetch.lines() / (kTile / 2));
+        values_.set(tile, prefetch, prefetch.share(kTile / 2));
+        prefetch_ = &prefetch;
     }
 
     void scores(int group, int count, float* s) const {
         multiply<PairUnit>(queries_ + group * kGroup * dim_ / 2, dim_ / 2, keys_, kTile, s, kTile, count, kTile,
-                           dim_ / 2, false);
+                           dim_ / 2, false, *prefetch_);
     }
 
     Weight* weights() { return weights_; }
 
     void accumulate(int count, float* acc) const {
         multiply<PairUnit>(reinterpret_cast<const Pair*>(weights_), kTile / 2, values_.pairs(), values_.stride(), acc,
-                           padded_, count, padded_, kTile / 2, true);
+                           padded_, count, padded_, kTile / 2, true, *prefetch_);
     }
 
 private:
@@ -162,6 +165,7 @@ private:
     Pair* const keys_;     // [head_dim / 2, kTile]: pairs of dimensions, transposed
     bf16* const zeros_;    // [head_dim]
     bf16* const weights_;  // [kGroup, kTile]
+    Prefetch<bf16>* prefetch_ = nullptr;
 };
 
 #else

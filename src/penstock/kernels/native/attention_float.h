@@ -41,8 +41,9 @@ public:
 
     void set_tile(const KVTile<T>& tile, Prefetch<T>& prefetch) {
         alignas(64) float column[kLanes];
+        prefetch_ = &prefetch;
         for (int key = 0; key < kTile; ++key) {
-            prefetch.issue(prefetch.lines() / kTile);
+            prefetch.issue(2 * prefetch.share(kTile));
             const bool seen = key >= tile.begin && key < tile.end;
             const int64_t at = key % kSpan * dim_;
             const T* k = tile.keys[key / kSpan] + (seen ? at : 0);
@@ -60,13 +61,15 @@ public:
     }
 
     void scores(int group, int count, float* s) const {
-        multiply<FloatUnit>(queries_ + group * kGroup * dim_, dim_, keys_, kTile, s, kTile, count, kTile, dim_, false);
+        multiply<FloatUnit>(queries_ + group * kGroup * dim_, dim_, keys_, kTile, s, kTile, count, kTile, dim_, false,
+                            *prefetch_);
     }
 
     Weight* weights() { return weights_; }
 
     void accumulate(int count, float* acc) const {
-        multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, count, padded_, kTile, true);
+        multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, count, padded_, kTile, true,
+                            *prefetch_);
     }
 
 private:
@@ -75,6 +78,7 @@ private:
     float* const keys_;     // [head_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
     float* const weights_;  // [kGroup, kTile]
+    Prefetch<T>* prefetch_ = nullptr;
 };
 
 }  // namespace penstock::ISA

@@ -72,73 +72,130 @@ private:
     char* next_;
 };
 
-// Prefetches the next tile into the second-level cache while this one is computed. A core keeps few lines in flight:
-// they are requested a few at a time during the computation, which would wait for a burst of them.
+// Keys and values of one tile and of several heads, which are adjacent in a block.
+template <class T>
+struct KVTiles {
+    KVTile<T> first;      // of the first head
+    int64_t heads;
+    int64_t head_stride;  // elements from one head to the next
+    int spans;            // so many in a row are contiguous
+    bool has_values;      // else keys contain their values
+
+    // The first head's successor number `head`.
+    KVTile<T> of(int64_t head) const {
+        KVTile<T> tile = first;
+        for (int span = 0; span < kTile / kSpan; ++span) {
+            if (tile.keys[span]) tile.keys[span] += head * head_stride;
+            if (tile.values[span]) tile.values[span] += head * head_stride;
+        }
+        return tile;
+    }
+};
+
+// Prefetches the next tiles into the second-level cache while these are computed. A core keeps few lines in flight, and
+// some drop what they cannot keep: lines are requested one or two at a time, all through the computation, and in the
+// order of addresses in a block, which memory delivers fastest.
 template <class T>
 class Prefetch {
 public:
     // A null `next` requests nothing.
-    Prefetch(const KVTile<T>* next, int64_t head_dim)
-        : next_(next), span_(next ? 0 : kSpans), span_bytes_(kSpan * head_dim * sizeof(T)) {}
+    Prefetch(const KVTiles<T>* next, int64_t head_dim) : next_(next) {
+        if (!next) return;
+        piece_bytes_ = next->spans * kSpan * head_dim * sizeof(T);
+        begin_piece();
+    }
 
-    // Lines of a whole tile.
-    int64_t lines() const { return kSpans * span_bytes_ / 64; }
+    // Lines of one head's tile, if there is one.
+    int64_t lines() const {
+        if (!next_) return 0;
+        return (next_->has_values ? 2 : 1) * kTile / kSpan / next_->spans * piece_bytes_ / 64;
+    }
 
-    void issue(int64_t lines) {
-        for (; span_ < kSpans && lines > 0; ++span_, at_ = 0) {
-            const T* span = span_ < kSpans / 2 ? next_->keys[span_] : next_->values[span_ - kSpans / 2];
-            const int64_t until = at_ + 64 * lines < span_bytes_ ? at_ + 64 * lines : span_bytes_;
-            for (int64_t at = at_; span && at < until; at += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(span) + at, 0, 2);
-            lines -= (until - at_) / 64;
-            at_ = until;
-            if (at_ < span_bytes_) return;
+    // Lines to request in each of `steps` steps of one of the four phases: keys, values, scores, accumulation.
+    int64_t share(int64_t steps) const { return (lines() / 4 + steps - 1) / steps; }
+
+    inline __attribute__((always_inline)) void issue(int64_t lines) {
+        for (; lines > 0 && at_ != end_; --lines) {
+            __builtin_prefetch(at_, 0, 2);
+            at_ += 64;
+            if (at_ == end_) begin_piece();
         }
     }
 
 private:
-    static constexpr int kSpans = 2 * kTile / kSpan;
+    // Goes on to the next piece that is there: contiguous keys or values of one head.
+    __attribute__((noinline)) void begin_piece() {
+        at_ = end_ = nullptr;
+        while (span_ < kTile / kSpan) {
+            const T* piece = (values_ ? next_->first.values : next_->first.keys)[span_];
+            if (piece) at_ = reinterpret_cast<const char*>(piece + head_ * next_->head_stride);
+            if (++head_ == next_->heads) {
+                head_ = 0;
+                values_ = next_->has_values && !values_;
+                if (!values_) span_ += next_->spans;
+            }
+            if (!at_) continue;
+            end_ = at_ + piece_bytes_;
+            return;
+        }
+    }
 
-    const KVTile<T>* next_;
-    int span_;
-    int64_t span_bytes_, at_ = 0;
+    const KVTiles<T>* next_;
+    int64_t piece_bytes_ = 0, head_ = 0;
+    int span_ = 0;
+    bool values_ = false;
+    const char *at_ = nullptr, *end_ = nullptr;
 };
 
-// c [R, N vectors] (+)= a [R, k] b [k, N vectors], each element one chain over k in ascending order.
-template <class Unit, int R, int N>
+// c [R, N vectors] (+)= a [R, k] b [k, N vectors], each element one chain over k in ascending order. Calls `step` before
+// every element of it.
+template <class Unit, int R, int N, class Step>
 inline __attribute__((always_inline)) void multiply_block(const typename Unit::Item* a, int64_t lda,
                                                           const typename Unit::Item* b, int64_t ldb, float* c,
-                                                          int64_t ldc, int64_t k, bool add) {
+                                                          int64_t ldc, int64_t k, bool add, const Step& step) {
     Vec acc[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) acc[r][n] = add ? load(c + r * ldc + n * kLanes) : splat(0);
-    for (int64_t i = 0; i < k; ++i)
+    for (int64_t i = 0; i < k; ++i) {
+        step();
         for (int n = 0; n < N; ++n) {
             const auto column = Unit::vector(b + i * ldb + n * kLanes);
             for (int r = 0; r < R; ++r) acc[r][n] = Unit::step(acc[r][n], a[r * lda + i], column);
         }
+    }
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) store(c + r * ldc + n * kLanes, acc[r][n]);
 }
 
-template <class Unit, int N>
+template <class Unit, int N, class Step>
 inline void multiply_columns(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb,
-                             float* c, int64_t ldc, int rows, int64_t k, bool add) {
+                             float* c, int64_t ldc, int rows, int64_t k, bool add, const Step& step) {
     int r = 0;
-    for (; r + 4 <= rows; r += 4) multiply_block<Unit, 4, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add);
-    for (; r + 2 <= rows; r += 2) multiply_block<Unit, 2, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add);
-    for (; r < rows; ++r) multiply_block<Unit, 1, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add);
+    for (; r + 4 <= rows; r += 4) multiply_block<Unit, 4, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add, step);
+    for (; r + 2 <= rows; r += 2) multiply_block<Unit, 2, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add, step);
+    for (; r < rows; ++r) multiply_block<Unit, 1, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add, step);
 }
 
-// c [rows, columns] (+)= a [rows, k] b [k, columns]; columns is a multiple of 16.
-template <class Unit>
-inline void multiply(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
-                     int64_t ldc, int rows, int64_t columns, int64_t k, bool add) {
-    constexpr int kWide = kRegisters == 1 ? 4 : 1;
+constexpr int kWide = kRegisters == 1 ? 4 : 1;  // vectors of a block of columns
+
+template <class Unit, class Step>
+inline void multiply_all(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
+                         int64_t ldc, int rows, int64_t columns, int64_t k, bool add, const Step& step) {
     int64_t n = 0;
     for (; n + kWide * kLanes <= columns; n += kWide * kLanes)
-        multiply_columns<Unit, kWide>(a, lda, b + n, ldb, c + n, ldc, rows, k, add);
-    for (; n < columns; n += kLanes) multiply_columns<Unit, 1>(a, lda, b + n, ldb, c + n, ldc, rows, k, add);
+        multiply_columns<Unit, kWide>(a, lda, b + n, ldb, c + n, ldc, rows, k, add, step);
+    for (; n < columns; n += kLanes) multiply_columns<Unit, 1>(a, lda, b + n, ldb, c + n, ldc, rows, k, add, step);
+}
+
+// c [rows, columns] (+)= a [rows, k] b [k, columns]; columns is a multiple of 16. Prefetches a phase's share of lines.
+template <class Unit, class T>
+inline void multiply(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
+                     int64_t ldc, int rows, int64_t columns, int64_t k, bool add, Prefetch<T>& prefetch) {
+    const int64_t lines = prefetch.share(k * ((columns + kWide * kLanes - 1) / (kWide * kLanes)));
+    if (lines > 0)
+        multiply_all<Unit>(a, lda, b, ldb, c, ldc, rows, columns, k, add, [&] { prefetch.issue(lines); });
+    else
+        multiply_all<Unit>(a, lda, b, ldb, c, ldc, rows, columns, k, add, [] {});
 }
 
 }  // namespace penstock::ISA

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifndef ISA
 #error "compile with -DISA=<instruction set>"
@@ -21,6 +22,35 @@
 #define PENSTOCK_CONCAT(a, b, c) PENSTOCK_CONCAT_(a, b, c)
 #define PENSTOCK_EXPORT(type, name) \
     extern "C" __attribute__((visibility("default"))) type PENSTOCK_CONCAT(penstock_, name, ISA)
+
+// Follows the definition of an exported function without a result, and defines another one that takes its arguments from
+// an array, each in the first bytes of 64 bits: kernels/recording.py. Whatever a call depends on must be an argument, and
+// memory at addresses among the arguments.
+#define PENSTOCK_RECORDABLE(name)                                                           \
+    PENSTOCK_EXPORT(void, name##_recorded)(const int64_t* arguments) {                      \
+        call_recorded(PENSTOCK_CONCAT(penstock_, name, ISA), arguments);                    \
+    }
+
+namespace {
+
+template <class T>
+T recorded_argument(const int64_t* argument) {
+    T value;
+    memcpy(&value, argument, sizeof value);
+    return value;
+}
+
+template <class... Arguments, size_t... kIndices>
+void call_recorded(void (*function)(Arguments...), const int64_t* arguments, std::index_sequence<kIndices...>) {
+    function(recorded_argument<Arguments>(arguments + kIndices)...);
+}
+
+template <class... Arguments>
+void call_recorded(void (*function)(Arguments...), const int64_t* arguments) {
+    call_recorded(function, arguments, std::index_sequence_for<Arguments...>{});
+}
+
+}  // namespace
 
 // Storage types as numbered in kernels/native.py.
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };

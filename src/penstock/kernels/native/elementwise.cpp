@@ -262,6 +262,7 @@ PENSTOCK_EXPORT(void, rms_norm)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(rms_norm)
 
 PENSTOCK_EXPORT(void, silu_and_mul)
 (const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
@@ -269,6 +270,7 @@ PENSTOCK_EXPORT(void, silu_and_mul)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(silu_and_mul)
 
 PENSTOCK_EXPORT(void, layer_norm)
 (const void* x, const void* residual, const void* weight, const void* bias, void* out, int64_t rows, int64_t hidden,
@@ -277,6 +279,7 @@ PENSTOCK_EXPORT(void, layer_norm)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(layer_norm)
 
 PENSTOCK_EXPORT(void, gelu)
 (void* x, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
@@ -284,6 +287,7 @@ PENSTOCK_EXPORT(void, gelu)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(gelu)
 
 PENSTOCK_EXPORT(void, gelu_and_mul)
 (const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
@@ -291,6 +295,7 @@ PENSTOCK_EXPORT(void, gelu_and_mul)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(gelu_and_mul)
 
 PENSTOCK_EXPORT(void, soft_cap)
 (void* x, int64_t rows, int64_t width, int64_t threads, float cap, int32_t dtype) {
@@ -298,6 +303,7 @@ PENSTOCK_EXPORT(void, soft_cap)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(soft_cap)
 
 PENSTOCK_EXPORT(void, sigmoid)(float* x, int64_t count) { sigmoid(x, count); }
 
@@ -312,3 +318,4 @@ PENSTOCK_EXPORT(void, rope_and_store_kv)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
+PENSTOCK_RECORDABLE(rope_and_store_kv)

@@ -216,6 +216,7 @@ PENSTOCK_EXPORT(void, experts_group)
     for (int64_t slot = num_slots; slot > 0; --slot) starts[slot] = starts[slot - 1];
     starts[0] = 0;
 }
+PENSTOCK_RECORDABLE(experts_group)
 
 // out [num_pairs, own_inner] = the activated features of x [tokens, in_features].
 PENSTOCK_EXPORT(void, experts_gate_up)
@@ -233,6 +234,7 @@ PENSTOCK_EXPORT(void, experts_gate_up)
         });
     });
 }
+PENSTOCK_RECORDABLE(experts_gate_up)
 
 // out [num_pairs, out_features] = the experts' outputs of activated [num_pairs, inner].
 PENSTOCK_EXPORT(void, experts_down)
@@ -249,6 +251,7 @@ PENSTOCK_EXPORT(void, experts_down)
         });
     });
 }
+PENSTOCK_RECORDABLE(experts_down)
 
 // out [tokens, width] = the sums of the outputs at `rows` [tokens, top_k] by weights [tokens, top_k].
 PENSTOCK_EXPORT(void, experts_combine)
@@ -263,3 +266,4 @@ PENSTOCK_EXPORT(void, experts_combine)
     }
 #undef CALL
 }
+PENSTOCK_RECORDABLE(experts_combine)

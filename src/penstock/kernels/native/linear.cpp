@@ -43,3 +43,4 @@ PENSTOCK_EXPORT(void, linear)(const Linear* layer, const void* x, void* out, int
     with_kernel(layer->dtype, layer->quantization,
                 [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });
 }
+PENSTOCK_RECORDABLE(linear)

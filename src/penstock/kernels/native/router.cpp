@@ -110,3 +110,4 @@ PENSTOCK_EXPORT(void, route)
                                  weights + row * router->top_k);
     });
 }
+PENSTOCK_RECORDABLE(route)

@@ -17,6 +17,9 @@ from penstock.runner.input_batch import InputBatch, NextTokens, StepTensors
 from penstock.runner.request_states import RequestStates
 from penstock.utils.math import cdiv
 
+# Blocks of a block table.
+_LEAST_WIDTH = 64
+
 
 class TorchInputBuilder:
     """`InputBuilder`."""
@@ -79,9 +82,11 @@ class TorchInputBuilder:
         tokens: TokenInputs,
         shape: BatchDescriptor,
     ) -> tuple[AttentionMetadata, ...]:
-        """Returns one view of the requests per KV group; the tables are cut to the longest request."""
+        """Returns one view of the requests per KV group; the tables are cut to a power of two of blocks that holds the
+        longest request, so that nearly every step has the width of the last one.
+        """
         block_size = self._blocks.block_size
-        width = cdiv(shape.max_seq_len, block_size)
+        width = max(_LEAST_WIDTH, 1 << (cdiv(shape.max_seq_len, block_size) - 1).bit_length())
         return tuple(
             AttentionMetadata(
                 query_start_loc=query_start_loc,
