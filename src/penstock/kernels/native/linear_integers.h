@@ -199,9 +199,9 @@ struct IntegerSums {
         for (int64_t column = 0; column < kPanel; ++column) values[column] = static_cast<float>(sums[column]);
         if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
         for (int64_t part = 0; part < kPanel; part += kLanes) {
-            Vector value = times(times(load(values + part), broadcast(scale)), load(scales + part));
-            if (tile.bias) value = add(value, load(bias + part));
-            store(reinterpret_cast<Float*>(values + part), value);
+            Vector value = times(times(read(values + part), spread(scale)), read(scales + part));
+            if (tile.bias) value = value + read(bias + part);
+            write(values + part, value);
         }
         char* out = tile.out + row * tile.out_stride;
         if (tile.is_wide) {
@@ -209,7 +209,7 @@ struct IntegerSums {
             return;
         }
         alignas(64) BFloat line[kPanel];
-        for (int64_t part = 0; part < kPanel; part += kLanes) store(line + part, load(values + part));
+        for (int64_t part = 0; part < kPanel; part += kLanes) write(line + part, read(values + part));
         memcpy(out, line, tile.columns * sizeof(BFloat));
     }
 

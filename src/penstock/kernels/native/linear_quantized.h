@@ -196,25 +196,15 @@ inline Vector from_table(const char* codes, const float* codebook) {
     return Vector{codebook[from[0]], codebook[from[1]], codebook[from[2]], codebook[from[3]]};
 }
 inline Vector from_floats(const char* codes) {
-    Vector result;
+    Half halves[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
         const uint32_t code = static_cast<uint8_t>(codes[lane]);
-        const uint16_t bits = static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
-        result[lane] = widen(Half{bits});
+        halves[lane] = Half{static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)};
     }
-    return result;
+    return read(halves);
 }
 inline Vector minus(Vector a, Vector b) { return a - b; }
-inline Vector times(Vector a, Vector b) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const float product = a[lane] * b[lane];
-        uint32_t bits;
-        memcpy(&bits, &product, 4);
-        asm("" : "+r"(bits));
-        memcpy(&a[lane], &bits, 4);
-    }
-    return a;
-}
+inline Vector times(Vector a, Vector b) { return a * b; }
 inline Vector rounded(Vector value) {
     Words bits = (Words)value;
     bits += (bits >> 16 & 1) + 0x7fff;
@@ -230,9 +220,9 @@ inline void store_high_halves(uint16_t* to, Vector value) {
 // kLanes numbers of a group, from column `at` on.
 inline Vector load_numbers(const char* array, int64_t type, int64_t at) {
     switch (type) {
-        case kBFloat16: return load(reinterpret_cast<const BFloat*>(array) + at);
-        case kFloat16: return load(reinterpret_cast<const Half*>(array) + at);
-        default: return load(reinterpret_cast<const float*>(array) + at);
+        case kBFloat16: return read(reinterpret_cast<const BFloat*>(array) + at);
+        case kFloat16: return read(reinterpret_cast<const Half*>(array) + at);
+        default: return read(reinterpret_cast<const float*>(array) + at);
     }
 }
 
@@ -245,8 +235,8 @@ struct Numbers {
                                                               const QuantizedPanel& panel, const char* header,
                                                               int64_t at) {
         const int64_t type = quantization.number_type;
-        Numbers numbers{load_numbers(header, type, at), ::zero(), ::zero()};
-        if constexpr (kKind == kFloats) numbers.scale = times(numbers.scale, broadcast(kFloatsFactor));
+        Numbers numbers{load_numbers(header, type, at), Vector{}, Vector{}};
+        if constexpr (kKind == kFloats) numbers.scale = times(numbers.scale, spread(kFloatsFactor));
         if constexpr (kAffine) {
             if (quantization.has_zeros) numbers.zero = load_numbers(header + panel.array_bytes, type, at);
             if (quantization.has_minima)
@@ -325,7 +315,7 @@ struct ColumnUnits {
         const Codebook codebook(quantization.codebook);
         Vector all[kCount][kVectors];
         for (int row = 0; row < kCount; ++row)
-            for (int part = 0; part < kVectors; ++part) all[row][part] = zero();
+            for (int part = 0; part < kVectors; ++part) all[row][part] = Vector{};
         const float* x = reinterpret_cast<const float*>(tile.x);
         panel.each_group(tile.weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
@@ -342,7 +332,7 @@ struct ColumnUnits {
                                                [&](int input, Vector value) {
                                                    const Vector weights = rounded(value);
                                                    for (int row = 0; row < kCount; ++row)
-                                                       sums[row] = multiply_add(broadcast(inputs[input * kCount + row]),
+                                                       sums[row] = multiply_add(spread(inputs[input * kCount + row]),
                                                                                 weights, sums[row]);
                                                });
                 }
