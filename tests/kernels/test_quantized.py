@@ -150,7 +150,7 @@ def test_a_number_that_rounds_to_the_least_normal_one_is_kept(isa: str) -> None:
 def test_scales_that_fit_16_bits_take_16_bits() -> None:
     def weight(scale: float, **options: Any) -> QuantizedWeight:
         return QuantizedWeight(
-            torch.zeros(64, 256, dtype=torch.uint8), integers(4), torch.full((64, 8), scale), 32, **options
+            torch.zeros(64, 256, dtype=torch.uint8), integers(4), torch.full((64, 8), float(scale)), 32, **options
         )
 
     def size(weight: QuantizedWeight, narrows: bool = True) -> int:
@@ -163,7 +163,7 @@ def test_scales_that_fit_16_bits_take_16_bits() -> None:
 
     codes, numbers = 64 * 256 // 2, 64 * 8
     assert size(weight(2.0**-60)) == size(weight(1 + 2.0**-10)) == codes + numbers * 2
-    assert size(weight(1 + 2.0**-11)) == size(weight(1), narrows=False) == codes + numbers * 4
+    assert size(weight(1 + 2.0**-11)) == size(weight(1.0), narrows=False) == codes + numbers * 4
     assert size(weight(1, minima=torch.full((64, 8), 1 + 2.0**-11))) == codes + numbers * 8
     # Others do not fit a format of 16 bits, and are not rounded.
     narrow = PackedFormat.of(weight(1), narrows=True)
