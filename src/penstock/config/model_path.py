@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config.gguf.folder import unpack_gguf
 from penstock.utils.errors import ConfigError
 
 BUILT_IN_MODEL = "demo"
@@ -26,6 +25,9 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf":
+        # Imported here: the help text needs no numpy.
+        from penstock.config.gguf.folder import unpack_gguf
+
         return unpack_gguf(folder)
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"there is no folder {model!r}, and it is not a Hugging Face model id (owner/name)")
