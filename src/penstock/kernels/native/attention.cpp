@@ -54,7 +54,8 @@ public:
         const int64_t share = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
         most_heads_ = share < kGroups ? share : kGroups;
         for (int64_t request = 0; request < attention.requests; ++request) total_ += count(request);
-        if (threads == 1 || total_ >= kItemsPerThread * threads) return;
+        // Some threads would have more items than others.
+        if (total_ >= kItemsPerThread * threads || total_ % threads == 0) return;
         divides_ranges_ = true;
         total_ = 0;
         for (int64_t request = 0; request < attention.requests; ++request) total_ += count(request);
@@ -67,7 +68,8 @@ public:
         int64_t most = 0;
         for (int64_t request = 0; request < attention_.requests; ++request)
             if (ranges(request) > 1) {
-                const int64_t now = heads_at_once(request) * rows(request);
+                const int64_t all = heads_at_once(request) * rows(request);
+                const int64_t now = all < kGroups * kGroup ? all : kGroups * kGroup;
                 most = now > most ? now : most;
             }
         return most;
@@ -102,7 +104,7 @@ private:
         return attention_.window && first > 0 ? first / kRange : 0;
     }
     int64_t ranges(int64_t request) const {
-        if (!divides_ranges_ || parts(request) != 1) return 1;
+        if (!divides_ranges_) return 1;
         return (attention_.seq_lens[request] + kRange - 1) / kRange - first_range(request);
     }
     int64_t rows(int64_t request) const { return attention_.query_len(request) * attention_.group(); }
@@ -222,10 +224,15 @@ public:
             KVTiles<T> next;
             if (more) next = locate(keys, start + kTile, item);
             // With several groups per head, computation dominates the time.
-            Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
+            const bool reads = count_ == item.heads;
+            Prefetch<T> prefetch(more && reads ? &next : nullptr, a_.head_dim);
             for (int64_t head = 0; head < item.heads; ++head) {
                 const KVTile<T> tile = tiles.of(head);
-                engine_.set_tile(tile, prefetch);
+                // Nothing has been prefetched before the first tile.
+                const bool is_first = start <= first_key && head + 1 < item.heads;
+                const KVTiles<T> beside{tiles.of(is_first ? head + 1 : head), 1, 0, tiles.spans, tiles.has_values};
+                Prefetch<T> next_head(reads ? &beside : nullptr, a_.head_dim);
+                engine_.set_tile(tile, is_first ? next_head : prefetch);
                 for (int group = 0; group < count_; ++group)
                     if (groups_[group].kv_head == item.first_head + head) visit(group, start);
             }
@@ -241,6 +248,7 @@ public:
     // Merges the ranges of an item's rows, `stride` numbers apart, the first of which is at `partials`.
     void run_merge(const Item& item, const float* partials, int64_t stride) {
         begin(item);
+        std::memset(total_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
         for (int64_t part = 0; part < item.parts; ++part) {
             const float* from = partials + part * stride;
             for (int index = 0; index < count_; ++index)
@@ -277,7 +285,7 @@ private:
                 begin(item.request, group, count_++);
             }
         std::memset(acc_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
-        std::memset(total_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
+        has_total_ = false;
     }
 
     void begin(int64_t request, Group& group, int index) {
@@ -357,15 +365,20 @@ private:
 
     // Merges the current range of all rows, and begins the next one if there are `more`.
     void merge_range(bool more) {
-        for (int index = 0; index < count_; ++index) {
-            SoftmaxState& softmax = groups_[index].softmax;
-            float* acc = acc_ + index * kGroup * padded_dim_;
+        for (int index = 0; index < count_ && has_total_; ++index)
             for (int row = 0; row < groups_[index].rows; ++row)
-                merge_row(index, row, softmax.largest[row], softmax.denominator[row], acc + row * padded_dim_);
-            if (!more) continue;
-            softmax.reset();
-            std::memset(acc, 0, kGroup * padded_dim_ * sizeof(float));
+                merge_row(index, row, groups_[index].softmax.largest[row], groups_[index].softmax.denominator[row],
+                          acc_ + (index * kGroup + row) * padded_dim_);
+        if (!has_total_) {
+            float* const range = acc_;
+            acc_ = total_;
+            total_ = range;
+            for (int index = 0; index < count_; ++index) groups_[index].total = groups_[index].softmax;
+            has_total_ = true;
         }
+        if (!more) return;
+        for (int index = 0; index < count_; ++index) groups_[index].softmax.reset();
+        std::memset(acc_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
     }
 
     void store_range(float* to) const {
@@ -405,8 +418,9 @@ private:
     Arena arena_;
     Engine engine_;
     const int64_t padded_dim_;
-    float* const acc_;     // [kGroups, kGroup, padded_dim]: of the current range
-    float* const total_;   // likewise, of all ranges before it
+    float* acc_;     // [kGroups, kGroup, padded_dim]: of the current range
+    float* total_;   // likewise, of all ranges before it
+    bool has_total_ = false;
     float* const scores_;  // [kGroup, kTile]
     int count_ = 0;  // groups of the current item
     Group groups_[kGroups];
