@@ -6,7 +6,8 @@ one row and for four thousand, for any other rows, any position in the batch and
 differ between arithmetics (`native.ARITHMETIC`), within rounding.
 
 The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
-bfloat16 with AVX512-BF16 or AMX); the caller may free the original. `native.set_num_threads` sets the number of threads.
+bfloat16 with AVX512-BF16 or AMX); the caller may free the original. `native.set_num_threads` sets the number of
+threads.
 """
 
 from __future__ import annotations

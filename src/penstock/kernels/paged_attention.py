@@ -6,8 +6,8 @@ A query row's bits depend only on its own q and on the keys and values at the po
 its chunk, the batch, the ids of the blocks, or the number of threads. On the CPU this holds because every row processes
 tiles of 64 positions in the same order with the same instructions; arithmetics (`native.ARITHMETIC`) differ in the last
 bits. A value that another row of the call sees and this row does not must be finite; all other memory may hold
-anything, including NaN. The torch reference processes tiles in the same order with elementwise products and sums of one shape, slowly:
-tests compare with it, and a machine without the native library uses it.
+anything, including NaN. The torch reference processes tiles in the same order with elementwise products and sums of
+one shape, slowly: tests compare with it, and a machine without the native library uses it.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's facts about its device and its loaded model. Specs are by layer name in the order of the layers, a
     drafter's under separate names; its KV at a position depends on the following `num_tokens_ahead` tokens.
     `expert_memories` are the names of the memory of a layer's experts, if experts move; those of a drafter are among
-    them. `arithmetic` names the kernels: those with another name give other last bits. `read` lists what was read of the
-    checkpoints. `kernels`, `device_name` and `num_threads` are for display (`EngineInfo`).
+    them. `arithmetic` names the kernels: those with another name give other last bits. `read` lists what was read of
+    the checkpoints. `kernels`, `device_name` and `num_threads` are for display (`EngineInfo`).
     """
 
     shard: ShardId
