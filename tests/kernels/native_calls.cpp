@@ -24,6 +24,8 @@ static uint64_t next() { return words.at(position++); }
 int main(int, char** arguments) {
     void* library = dlopen(arguments[1], RTLD_NOW);
     if (!library) return std::fprintf(stderr, "%s\n", dlerror()), 1;
+    const auto supports = reinterpret_cast<int (*)(const char*)>(dlsym(library, "penstock_supports"));
+    if (!supports(arguments[2])) return std::fprintf(stderr, "this processor lacks %s\n", arguments[2]), 1;
     std::FILE* file = std::fopen(arguments[3], "rb");
     std::fseek(file, 0, SEEK_END);
     words.resize(static_cast<size_t>(std::ftell(file)) / 8);

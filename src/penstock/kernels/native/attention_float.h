@@ -40,19 +40,12 @@ public:
     }
 
     void set_tile(const KVTile<T>& tile, Prefetch<T>& prefetch) {
-        alignas(64) float column[kLanes];
         prefetch_ = &prefetch;
         for (int key = 0; key < kTile; ++key) {
             prefetch.issue(2 * prefetch.share(kTile));
+            if (key % 4 == 0) set_keys(tile, key);
             const bool seen = key >= tile.begin && key < tile.end;
-            const int64_t at = key % kSpan * dim_;
-            const T* k = tile.keys[key / kSpan] + (seen ? at : 0);
-            const T* v = tile.values[key / kSpan] + (seen ? at : 0);
-            for (int64_t d = 0; d < dim_; d += kLanes) {
-                store(column, seen ? load_first(k + d, dim_ - d) : splat(0));
-                const int64_t lanes = dim_ - d < kLanes ? dim_ - d : kLanes;
-                for (int64_t lane = 0; lane < lanes; ++lane) keys_[(d + lane) * kTile + key] = column[lane];
-            }
+            const T* v = tile.values[key / kSpan] + (seen ? key % kSpan * dim_ : 0);
             for (int64_t d = 0; d < value_dim_; d += kLanes) {
                 const int64_t left = value_dim_ - d;
                 store_first(values_ + key * padded_ + d, seen ? load_first(v + d, left) : splat(0), left);
@@ -73,6 +66,25 @@ public:
     }
 
 private:
+    // Transposes the keys from `first` on, four of them.
+    void set_keys(const KVTile<T>& tile, int first) {
+        alignas(64) float rows[4][kLanes];
+        for (int64_t d = 0; d < dim_; d += kLanes) {
+            for (int row = 0; row < 4; ++row) {
+                const int key = first + row;
+                const bool seen = key >= tile.begin && key < tile.end;
+                const T* k = tile.keys[key / kSpan] + (seen ? key % kSpan * dim_ + d : 0);
+                store(rows[row], seen ? load_first(k, dim_ - d) : splat(0));
+            }
+            const int64_t lanes = dim_ - d < kLanes ? dim_ - d : kLanes;
+            float* to = keys_ + d * kTile + first;
+            int64_t lane = 0;
+            for (; lane + 4 <= lanes; lane += 4) transpose_four(rows[0] + lane, kLanes, to + lane * kTile, kTile);
+            for (; lane < lanes; ++lane)
+                for (int row = 0; row < 4; ++row) to[lane * kTile + row] = rows[row][lane];
+        }
+    }
+
     const int64_t dim_, value_dim_, padded_;
     float* const queries_;  // [kGroups, kGroup, head_dim]
     float* const keys_;     // [head_dim, kTile]: transposed

@@ -54,3 +54,23 @@ void call_recorded(void (*function)(Arguments...), const int64_t* arguments) {
 
 // Storage types as numbered in kernels/native.py.
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+namespace {
+
+// Transposes a block of 4 x 4 numbers of 32 bits. Strides are the distances of rows, in numbers.
+inline void transpose_four(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    Four row[4];
+    for (int64_t i = 0; i < 4; ++i) std::memcpy(&row[i], static_cast<const char*>(from) + i * from_stride * 4, 16);
+    const Four low[2] = {__builtin_shufflevector(row[0], row[1], 0, 4, 1, 5),
+                         __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5)};
+    const Four high[2] = {__builtin_shufflevector(row[0], row[1], 2, 6, 3, 7),
+                          __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7)};
+    const Four column[4] = {__builtin_shufflevector(low[0], low[1], 0, 1, 4, 5),
+                            __builtin_shufflevector(low[0], low[1], 2, 3, 6, 7),
+                            __builtin_shufflevector(high[0], high[1], 0, 1, 4, 5),
+                            __builtin_shufflevector(high[0], high[1], 2, 3, 6, 7)};
+    for (int64_t i = 0; i < 4; ++i) std::memcpy(static_cast<char*>(to) + i * to_stride * 4, &column[i], 16);
+}
+
+}  // namespace

@@ -24,9 +24,7 @@ constexpr int kLanes = penstock::ISA::kRegisterLanes;
 // With the sums of these rows, the vectors of a panel and a broadcast number of x, the registers are used up.
 #if defined(__AVX512F__)
 constexpr int64_t kFmaRows = 14, kRowsOfParts = kFmaRows;
-#elif defined(__AVX2__)
-constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
-#elif defined(__aarch64__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
 #else
 constexpr int64_t kFmaRows = 3, kRowsOfParts = kFmaRows;
@@ -112,7 +110,7 @@ struct Fma {
         const Element* weight = reinterpret_cast<const Element*>(tile.weight) + first * kLanes;
         for (int64_t at = 0; at < tile.k; ++at, weight += kPanel, x += kCount) {
             if constexpr (kFetches) prefetch.advance();
-            // The smaller side of the tile is held in registers: with it and the sums, AVX2's sixteen are used up.
+            // The smaller side of the tile is held in registers.
             if constexpr (kSome > kCount) {
                 Vector values[kCount];
                 for (int row = 0; row < kCount; ++row) values[row] = spread(x[row]);
