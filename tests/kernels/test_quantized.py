@@ -37,6 +37,8 @@ KINDS: dict[str, tuple[torch.Tensor, int, torch.dtype, bool, bool]] = {
     "unsigned": (integers(8), 8, torch.float16, True, False),
     "unsigned with minima": (integers(8), 8, torch.float32, False, True),
     "fp8": (E4M3, 8, torch.float32, False, False),
+    "fp8 with minima": (E4M3, 8, torch.float32, False, True),
+    "fp8 with zeros": (E4M3, 8, torch.float32, True, False),
     "any8": (torch.linspace(-1, 1, 256) ** 3, 8, torch.float32, False, True),
 }
 
@@ -150,7 +152,7 @@ def test_a_number_that_rounds_to_the_least_normal_one_is_kept(isa: str) -> None:
 def test_scales_that_fit_16_bits_take_16_bits() -> None:
     def weight(scale: float, **options: Any) -> QuantizedWeight:
         return QuantizedWeight(
-            torch.zeros(64, 256, dtype=torch.uint8), integers(4), torch.full((64, 8), scale), 32, **options
+            torch.zeros(64, 256, dtype=torch.uint8), integers(4), torch.full((64, 8), float(scale)), 32, **options
         )
 
     def size(weight: QuantizedWeight, narrows: bool = True) -> int:
