@@ -311,9 +311,10 @@ def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, 
         for array in found.arrays():
             array[0] = array[2]
         assert torch.equal(products(found, torch.zeros(40, 2, dtype=torch.int64)), before)
+    others = make("any8", 2 * own, hidden, 32), make("any8", outputs, inner, 32)
+    packing = make_experts(shape, library=library_of(SETS[0]), formats=formats)
     with pytest.raises(ValueError, match="several kinds"):
-        others = make("any8", 2 * own, hidden, 32), make("any8", outputs, inner, 32)
-        make_experts(shape, library=library_of(SETS[0]), formats=formats).store(0, *others)
+        packing.store(0, *others)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
