@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 
 import torch
-from bench.kernels.linear import measure
+from kernels.linear import measure
 
 from penstock.kernels import native
 from penstock.kernels.linear import PackedLinear

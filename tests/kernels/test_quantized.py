@@ -37,6 +37,8 @@ KINDS: dict[str, tuple[torch.Tensor, int, torch.dtype, bool, bool]] = {
     "unsigned": (integers(8), 8, torch.float16, True, False),
     "unsigned with minima": (integers(8), 8, torch.float32, False, True),
     "fp8": (E4M3, 8, torch.float32, False, False),
+    "fp8 with minima": (E4M3, 8, torch.float32, False, True),
+    "fp8 with zeros": (E4M3, 8, torch.float32, True, False),
     "any8": (torch.linspace(-1, 1, 256) ** 3, 8, torch.float32, False, True),
 }
 
@@ -309,10 +311,10 @@ def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, 
         for array in found.arrays():
             array[0] = array[2]
         assert torch.equal(products(found, torch.zeros(40, 2, dtype=torch.int64)), before)
+    others = make("any8", 2 * own, hidden, 32), make("any8", outputs, inner, 32)
+    packing = make_experts(shape, library=library_of(SETS[0]), formats=formats)
     with pytest.raises(ValueError, match="several kinds"):
-        make_experts(shape, library=library_of(SETS[0]), formats=formats).store(
-            0, *[make("any8", *each.shape, 32) for each in weights[0]]
-        )
+        packing.store(0, *others)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

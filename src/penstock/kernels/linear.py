@@ -176,7 +176,8 @@ def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
     codebook = weight.codebook
     if weight.bits == 4:
         return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
-    if torch.equal(codebook.nan_to_num(), E4M3.nan_to_num()) and (weight.scales.abs() < _LARGEST_SCALE).all():
+    is_e4m3 = torch.equal(codebook.nan_to_num(), E4M3.nan_to_num())
+    if is_e4m3 and weight.zeros is None and (weight.scales.abs() < _LARGEST_SCALE).all():
         return _Kind.FLOATS, 0
     if torch.equal(codebook, codebook.round()) and not (codebook.signbit() & (codebook == 0)).any():
         for shift in (0, 128):

@@ -131,20 +131,19 @@ void gate_up_rows(const Experts& experts, const Task& task, const char* x, const
     const int64_t bytes = panel_bytes<Kernel>(experts.gate_up_quantization, experts.in_features);
     const int64_t num_pairs = divide_up(experts.own_inner, kPanel), stride = experts.own_inner * kElement;
     const float* bias = experts.gate_up_bias ? experts.gate_up_bias + task.slot * 2 * experts.own_inner : nullptr;
-    Tile<Element> tile{};
-    tile.out_stride = 2 * kPanel * kElement;
     for (int64_t pair = task.units.begin; pair < task.units.end; ++pair) {
         const char* weight = experts.gate_up + (task.slot * num_pairs + pair) * 2 * bytes;
-        const int64_t column = pair * kPanel;
-        tile.columns = smaller(kPanel, experts.own_inner - column);
-        for (int64_t half = 0; half < 2; ++half) {
+        const int64_t column = pair * kPanel, columns = smaller(kPanel, experts.own_inner - column);
+        multiply_panels(blocks, experts.gate_up_quantization, weight, 2, pair + 1 < task.units.end, [&](int64_t half) {
+            Tile<Element> tile{};
+            tile.out_stride = 2 * kPanel * kElement;
+            tile.columns = columns;
             tile.bias = bias ? bias + half * experts.own_inner + column : nullptr;
             tile.out = products + half * kPanel * kElement;
-            multiply_panel(blocks, experts.gate_up_quantization, weight + half * bytes,
-                           half == 0 || pair + 1 < task.units.end, tile);
-        }
-        activate<typename Stored<Element>::Type>(products, out + row * stride + column * kElement, stride, rows,
-                                                 tile.columns, experts.is_clamped != 0);
+            return tile;
+        });
+        activate<typename Stored<Element>::Type>(products, out + row * stride + column * kElement, stride, rows, columns,
+                                                 experts.is_clamped != 0);
     }
 }
 
@@ -160,16 +159,16 @@ void down_rows(const Experts& experts, const Task& task, const char* activated, 
     const int64_t bytes = panel_bytes<Kernel>(quantization, experts.inner);
     const int64_t num_panels = divide_up(experts.out_features, kPanel);
     const float* bias = experts.down_bias ? experts.down_bias + task.slot * experts.out_features : nullptr;
-    Tile<Element> tile{};
-    tile.out_stride = experts.out_features * kElement;
-    for (int64_t panel = task.units.begin; panel < task.units.end; ++panel) {
-        const int64_t column = panel * kPanel;
+    const char* weight = experts.down + (task.slot * num_panels + task.units.begin) * bytes;
+    multiply_panels(blocks, quantization, weight, task.units.end - task.units.begin, false, [&](int64_t number) {
+        const int64_t column = (task.units.begin + number) * kPanel;
+        Tile<Element> tile{};
+        tile.out_stride = experts.out_features * kElement;
         tile.bias = bias ? bias + column : nullptr;
         tile.out = out + row * tile.out_stride + column * kElement;
         tile.columns = smaller(kPanel, experts.out_features - column);
-        multiply_panel(blocks, quantization, experts.down + (task.slot * num_panels + panel) * bytes,
-                       panel + 1 < task.units.end, tile);
-    }
+        return tile;
+    });
 }
 
 }  // namespace

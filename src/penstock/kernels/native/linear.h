@@ -12,8 +12,8 @@
 //   Session                  whatever must be set up on a thread before, and undone after, its tiles
 //   run(tile)                computes the tile, every output element by one accumulation over K in ascending order
 //
-// A kernel of quantized weights (`kIsQuantized`) is given their description, and has panel_bytes(quantization, k) and
-// multiply_panel(...) of its own.
+// A kernel of quantized weights (`kIsQuantized`) is given their description, and has panel_bytes(quantization, k),
+// panels_together(...) and multiply_panels(...) of its own.
 //
 // Rows are reordered and grouped for speed alone. An output element sees its own row of x, its own row of the weight
 // and nothing else, in an order that no size but K decides: that is what makes a token independent of its batch.
@@ -158,7 +158,7 @@ int64_t most_rows(int64_t k) {
     return larger(1, bytes / row_bytes / Kernel::kRows) * Kernel::kRows;
 }
 
-// `multiply_panel` by a panel that is not quantized.
+// Multiplies the rows by one panel that is not quantized, as `multiply_panels` does.
 template <class Kernel>
 void multiply_dense_panel(const Blocks<Kernel>& x, const char* weight, bool follows,
                           Tile<typename Kernel::Element> tile) {
@@ -178,15 +178,24 @@ void multiply_dense_panel(const Blocks<Kernel>& x, const char* weight, bool foll
     }
 }
 
-// Multiplies the rows by one panel. `tile` describes the output and the bias, starting with the first row. If another
-// panel `follows` this one in memory, it is prefetched meanwhile.
-template <class Kernel>
-void multiply_panel(const Blocks<Kernel>& x, const Quantization* quantization, const char* weight, bool follows,
-                    Tile<typename Kernel::Element> tile) {
-    if constexpr (kIsQuantized<Kernel>)
-        Kernel::multiply_panel(x, *quantization, weight, follows, tile);
-    else
-        multiply_dense_panel(x, weight, follows, tile);
+// Multiplies the rows by `count` panels that follow one another. tile_of(number) describes the output and the bias of one,
+// starting with the first row. If another panel `follows` the last one in memory, it is prefetched meanwhile.
+template <class Kernel, class TileOf>
+void multiply_panels(const Blocks<Kernel>& x, const Quantization* quantization, const char* weight, int64_t count,
+                     bool follows, const TileOf& tile_of) {
+    const int64_t bytes = panel_bytes<Kernel>(quantization, x.k);
+    for (int64_t panel = 0; panel < count;) {
+        if constexpr (kIsQuantized<Kernel>) {
+            const int64_t together = smaller(Kernel::panels_together(x, *quantization), count - panel);
+            Tile<typename Kernel::Element> tiles[2] = {tile_of(panel), tile_of(panel + together - 1)};
+            Kernel::multiply_panels(x, *quantization, weight + panel * bytes, follows || panel + together < count, tiles,
+                                    together);
+            panel += together;
+        } else {
+            multiply_dense_panel(x, weight + panel * bytes, follows || panel + 1 < count, tile_of(panel));
+            ++panel;
+        }
+    }
 }
 
 // Multiplies every panel of `panels` by the rows of x at `x`, which are packed first.
@@ -197,16 +206,17 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
     for (int64_t block = 0; block < blocks.count; ++block)
         blocks.pack(block, x + blocks.first(block) * layer.in_features);
     const int64_t bytes = panel_bytes<Kernel>(layer.quantization, layer.in_features), out_size = out_bytes<Kernel>(layer);
-    Tile<typename Kernel::Element> tile{};
-    tile.out_stride = layer.out_features * out_size;
-    tile.is_wide = layer.is_wide != 0;
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-        const int64_t column = panel * kPanel;
-        tile.bias = layer.bias ? layer.bias + column : nullptr;
-        tile.out = out + column * out_size;
-        tile.columns = smaller(kPanel, layer.out_features - column);
-        multiply_panel(blocks, layer.quantization, layer.weight + panel * bytes, panel + 1 < panels.end, tile);
-    }
+    multiply_panels(blocks, layer.quantization, layer.weight + panels.begin * bytes, panels.end - panels.begin, false,
+                    [&](int64_t number) {
+                        const int64_t column = (panels.begin + number) * kPanel;
+                        Tile<typename Kernel::Element> tile{};
+                        tile.out_stride = layer.out_features * out_size;
+                        tile.is_wide = layer.is_wide != 0;
+                        tile.bias = layer.bias ? layer.bias + column : nullptr;
+                        tile.out = out + column * out_size;
+                        tile.columns = smaller(kPanel, layer.out_features - column);
+                        return tile;
+                    });
 }
 
 // One part of the product: some of the rows times some of the panels.

@@ -213,9 +213,12 @@ struct IntegerSums {
         memcpy(out, line, tile.columns * sizeof(BFloat));
     }
 
-    static void multiply_panel(const Blocks<IntegerSums>& x, const Quantization& quantization, const char* weight,
-                               bool follows, Tile<Element> tile) {
+    static int64_t panels_together(const Blocks<IntegerSums>&, const Quantization&) { return 1; }
+
+    static void multiply_panels(const Blocks<IntegerSums>& x, const Quantization& quantization, const char* weight,
+                                bool follows, Tile<Element>* tiles, int64_t) {
         const int64_t bytes = panel_bytes(quantization, x.k);
+        Tile<Element>& tile = *tiles;
         char* out = tile.out;
         tile.weight = weight;
         tile.k = padded_k(x.k);

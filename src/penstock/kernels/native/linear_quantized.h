@@ -309,9 +309,12 @@ struct ColumnUnits {
 
     static void clear(char* out, int64_t k) { static_cast<void>(out), static_cast<void>(k); }
 
-    template <class Base, int kCount, int kKind, bool kAffine>
+    static constexpr int kPanelsOfOneRow = 1;
+
+    template <class Base, int kPanels, int kCount, int kKind, bool kAffine>
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
-                                                     const Tile<typename Base::Element>& tile) {
+                                                     const Tile<typename Base::Element>* tiles) {
+        const Tile<typename Base::Element>& tile = *tiles;
         const Codebook codebook(quantization.codebook);
         Vector all[kCount][kVectors];
         for (int row = 0; row < kCount; ++row)
@@ -391,33 +394,39 @@ struct PairUnits {
         }
     }
 
-    // Calls take(pair, values of 4 vectors) for every pair of inputs of a unit.
-    template <int kKind, bool kAffine, class Take>
-    static inline __attribute__((always_inline)) void each_pair(const Quantization& quantization,
-                                                                __m512i codebook,
-                                                                const Numbers<kKind, kAffine> (&numbers)[kVectors],
-                                                                const char* unit, const Take& take) {
+    // Calls take(pair, panel, values of 4 vectors) for every pair of inputs of a unit in one or more panels, which are
+    // `distance` bytes apart.
+    template <int kPanels, int kKind, bool kAffine, class Take>
+    static inline __attribute__((always_inline)) void each_pair(
+        const Quantization& quantization, __m512i codebook, const Numbers<kKind, kAffine> (&numbers)[kPanels][kVectors],
+        const char* units, int64_t distance, const Take& take) {
         const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-        __m512i words[2];
+        __m512i words[kPanels][2];
 #pragma GCC unroll 8
         for (int pair = 0; pair < 8; ++pair) {
-            Vector values[kVectors];
-            for (int half = 0; half < 2; ++half) {
-                Vector left, right;
-                if constexpr (kKind == kNibbles) {
-                    words[half] = pair % 4 == 0 ? _mm512_load_si512(unit + pair / 4 * 128 + half * 64)
-                                                : _mm512_srli_epi16(words[half], 4);
-                    const __m512i both = _mm512_permutexvar_epi16(words[half], codebook);
-                    left = (Vector)_mm512_slli_epi32(both, 16);
-                    right = (Vector)_mm512_and_si512(both, upper);
-                } else {
-                    left = from_bytes<kKind>(unit + pair * 64 + half * 32, quantization);
-                    right = from_bytes<kKind>(unit + pair * 64 + half * 32 + 16, quantization);
+#pragma GCC unroll 2
+            for (int panel = 0; panel < kPanels; ++panel) {
+                const char* unit = units + panel * distance;
+                Vector values[kVectors];
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    Vector left, right;
+                    if constexpr (kKind == kNibbles) {
+                        __m512i& codes = words[panel][half];
+                        codes = pair % 4 == 0 ? _mm512_load_si512(unit + pair / 4 * 128 + half * 64)
+                                              : _mm512_srli_epi16(codes, 4);
+                        const __m512i both = _mm512_permutexvar_epi16(codes, codebook);
+                        left = (Vector)_mm512_slli_epi32(both, 16);
+                        right = (Vector)_mm512_and_si512(both, upper);
+                    } else {
+                        left = from_bytes<kKind>(unit + pair * 64 + half * 32, quantization);
+                        right = from_bytes<kKind>(unit + pair * 64 + half * 32 + 16, quantization);
+                    }
+                    values[half * 2] = numbers[panel][half * 2].value(left);
+                    values[half * 2 + 1] = numbers[panel][half * 2 + 1].value(right);
                 }
-                values[half * 2] = numbers[half * 2].value(left);
-                values[half * 2 + 1] = numbers[half * 2 + 1].value(right);
+                take(pair, panel, values);
             }
-            take(pair, values);
         }
     }
 
@@ -435,14 +444,15 @@ struct PairUnits {
         const __m512i codebook = load_codebook(quantization.codebook);
         int64_t input = 0;
         panel.each_group(weight, inputs, [&](const char* header, const char* units, int64_t count) {
-            Numbers<kKind, kAffine> numbers[kVectors];
-            load_group(quantization, panel, header, numbers);
+            Numbers<kKind, kAffine> numbers[1][kVectors];
+            load_group(quantization, panel, header, numbers[0]);
             for (int64_t unit = 0; unit < count; ++unit, input += kUnit, units += panel.unit_bytes) {
                 char* to = out + input / 32 * 2048 + input % 32 / 2 * 64;
-                each_pair(quantization, codebook, numbers, units, [&](int pair, const Vector (&values)[kVectors]) {
-                    _mm512_store_si512(to + pair * 64, narrow<kTiny>(values[0], values[1]));
-                    _mm512_store_si512(to + 1024 + pair * 64, narrow<kTiny>(values[2], values[3]));
-                });
+                each_pair(quantization, codebook, numbers, units, 0,
+                          [&](int pair, int, const Vector (&values)[kVectors]) {
+                              _mm512_store_si512(to + pair * 64, narrow<kTiny>(values[0], values[1]));
+                              _mm512_store_si512(to + 1024 + pair * 64, narrow<kTiny>(values[2], values[3]));
+                          });
             }
         });
     }
@@ -457,32 +467,41 @@ struct PairUnits {
         asm volatile("" : : : "memory");
     }
 
-    template <class Base, int kCount, int kKind, bool kAffine>
+    // A processor that takes long for a sum has two panels' to work on.
+    static constexpr int kPanelsOfOneRow = 2;
+
+    template <class Base, int kPanels, int kCount, int kKind, bool kAffine>
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
-                                                     const Tile<typename Base::Element>& tile) {
+                                                     const Tile<typename Base::Element>* tiles) {
         const __m512i codebook = load_codebook(quantization.codebook);
-        __m512 low[kCount], high[kCount];
-        for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_ps();
-        const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
-        panel.each_group(tile.weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
-            Numbers<kKind, kAffine> numbers[kVectors];
-            load_group(quantization, panel, header, numbers);
+        const int64_t distance = panel.bytes();
+        __m512 low[kPanels][kCount], high[kPanels][kCount];
+        for (int number = 0; number < kPanels; ++number)
+            for (int row = 0; row < kCount; ++row) low[number][row] = high[number][row] = _mm512_setzero_ps();
+        const int32_t* x = reinterpret_cast<const int32_t*>(tiles->x);
+        panel.each_group(tiles->weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
+            Numbers<kKind, kAffine> numbers[kPanels][kVectors];
+            for (int number = 0; number < kPanels; ++number)
+                load_group(quantization, panel, header + number * distance, numbers[number]);
             for (int64_t unit = 0; unit < count; ++unit, units += panel.unit_bytes, x += 8 * kCount) {
-                const char* ahead = units + tile.prefetch.step;
-                each_pair(quantization, codebook, numbers, units, [&](int pair, const Vector (&values)[kVectors]) {
-                    if (kKind != kNibbles || pair % 2 == 0)
-                        __builtin_prefetch(ahead + pair * (kKind == kNibbles ? 32 : 64), 0, 2);
-                    const __m512bh left = (__m512bh)narrow<false>(values[0], values[1]);
-                    const __m512bh right = (__m512bh)narrow<false>(values[2], values[3]);
-                    for (int row = 0; row < kCount; ++row) {
-                        const __m512bh both = (__m512bh)_mm512_set1_epi32(x[pair * kCount + row]);
-                        low[row] = _mm512_dpbf16_ps(low[row], both, left);
-                        high[row] = _mm512_dpbf16_ps(high[row], both, right);
-                    }
-                });
+                const char* ahead = units + tiles->prefetch.step;
+                each_pair(quantization, codebook, numbers, units, distance,
+                          [&](int pair, int number, const Vector (&values)[kVectors]) {
+                              if (kKind != kNibbles || pair % 2 == 0)
+                                  __builtin_prefetch(ahead + number * distance + pair * (kKind == kNibbles ? 32 : 64), 0, 2);
+                              const __m512bh left = (__m512bh)narrow<false>(values[0], values[1]);
+                              const __m512bh right = (__m512bh)narrow<false>(values[2], values[3]);
+                              for (int row = 0; row < kCount; ++row) {
+                                  const __m512bh both = (__m512bh)_mm512_set1_epi32(x[pair * kCount + row]);
+                                  low[number][row] = _mm512_dpbf16_ps(low[number][row], both, left);
+                                  high[number][row] = _mm512_dpbf16_ps(high[number][row], both, right);
+                              }
+                          });
             }
         });
-        for (int row = 0; row < kCount; ++row) Base::store_row(tile, row, low[row], high[row]);
+        for (int number = 0; number < kPanels; ++number)
+            for (int row = 0; row < kCount; ++row)
+                Base::store_row(tiles[number], row, low[number][row], high[number][row]);
     }
 };
 
@@ -523,21 +542,37 @@ struct Quantized : Base {
         }
     }
 
-    static void multiply_panel(const Blocks<Quantized>& x, const Quantization& quantization, const char* weight,
-                               bool follows, Tile<Element> tile) {
+    static bool takes_few_rows(const Blocks<Quantized>& x, const Quantization& quantization) {
+        return x.rows <= kFewRows && x.k % 32 == 0 && !quantization.has_tiny && quantization.kind != kTable;
+    }
+
+    // How many panels are multiplied together where there are as many.
+    static int64_t panels_together(const Blocks<Quantized>& x, const Quantization& quantization) {
+        return x.rows == 1 && takes_few_rows(x, quantization) ? Units::kPanelsOfOneRow : 1;
+    }
+
+    // Multiplies one panel, or two where `panels_together` allows it, whose tiles are at `tiles`.
+    static void multiply_panels(const Blocks<Quantized>& x, const Quantization& quantization, const char* weight,
+                                bool follows, Tile<Element>* tiles, int64_t count) {
         const QuantizedPanel panel(quantization, x.k);
-        tile.k = Base::padded_k(x.k);
-        if (x.rows <= kFewRows && x.k % 32 == 0 && !quantization.has_tiny && quantization.kind != kTable) {
-            tile.x = x.packed;
-            tile.rows = x.rows;
-            tile.weight = weight;
-            tile.prefetch.step = follows ? panel.bytes() : 0;
+        if (takes_few_rows(x, quantization)) {
+            tiles->x = x.packed;
+            for (int64_t number = 0; number < count; ++number) tiles[number].rows = x.rows;
+            tiles->weight = weight;
+            tiles->prefetch.step = follows ? count * panel.bytes() : 0;
             with_kind(quantization, [&](auto kind, auto is_affine) {
-                if constexpr (kind.value != kTable && kFewRows)
-                    few_rows<kFewRows, kind.value, is_affine.value>(quantization, panel, tile);
+                if constexpr (kind.value != kTable && kFewRows) {
+                    if (count > 1)
+                        Units::template accumulate<Base, Units::kPanelsOfOneRow, 1, kind.value, is_affine.value>(
+                            quantization, panel, tiles);
+                    else
+                        few_rows<kFewRows, kind.value, is_affine.value>(quantization, panel, tiles);
+                }
             });
             return;
         }
+        Tile<Element>& tile = *tiles;
+        tile.k = Base::padded_k(x.k);
         const int64_t chunk = kChunk ? kChunk : round_up(x.k, 32), dense_bytes = chunk * kPanel * 2;
         const int64_t sums_of_block = Base::kRows * kPanel;
         char* dense = dense_panel.reserve(dense_bytes + (kChunk ? x.count * sums_of_block * 4 : 0));
@@ -570,10 +605,10 @@ struct Quantized : Base {
     }
 
     template <int kCount, int kKind, bool kAffine>
-    static void few_rows(const Quantization& quantization, const QuantizedPanel& panel, const Tile<Element>& tile) {
+    static void few_rows(const Quantization& quantization, const QuantizedPanel& panel, const Tile<Element>* tile) {
         if constexpr (kCount > 1)
-            if (tile.rows < kCount) return few_rows<kCount - 1, kKind, kAffine>(quantization, panel, tile);
-        Units::template accumulate<Base, kCount, kKind, kAffine>(quantization, panel, tile);
+            if (tile->rows < kCount) return few_rows<kCount - 1, kKind, kAffine>(quantization, panel, tile);
+        Units::template accumulate<Base, 1, kCount, kKind, kAffine>(quantization, panel, tile);
     }
 };
 

@@ -86,8 +86,8 @@ class TritonExperts:
         self._down = GroupedProduct(down, biases and biases.down)
 
     def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
-        self._gate_up.weight[slot] = dense(gate_up)
-        self._down.weight[slot] = dense(down)
+        self._gate_up.weight[slot] = dense(gate_up, self._gate_up.weight.dtype)
+        self._down.weight[slot] = dense(down, self._down.weight.dtype)
         if self._gate_up.bias is not None and self._down.bias is not None:
             assert biases is not None, "an expert without biases"
             self._gate_up.bias[slot] = biases.gate_up
