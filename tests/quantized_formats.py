@@ -117,7 +117,7 @@ def awq(layer: str, weight: torch.Tensor, group: int) -> tuple[Tensors, torch.Te
 
 
 def float8(layer: str, weight: torch.Tensor, scales: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """`scales` are [rows, 1], or [1] for one for all."""
+    """`scales` are [rows, 1], or [] for one for all."""
     stored = (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {f"{layer}.weight": stored, f"{layer}.weight_scale": scales}, (stored.float() * scales).bfloat16()
 
@@ -186,7 +186,7 @@ FORMATS: dict[str, Format] = {
     ),
     "float8 with one scale": (
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        lambda layer, weight: float8(layer, weight, weight.float().abs().amax().reshape(1) / 448 + 1e-5),
+        lambda layer, weight: float8(layer, weight, weight.float().abs().amax() / 448 + 1e-5),
     ),
     "int8": (_compressed(_integers(8, True)), int8),
     "int8 with int8 inputs": (_compressed(_integers(8, True), _DYNAMIC), int8),

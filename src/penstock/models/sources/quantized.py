@@ -198,7 +198,7 @@ class QuantizedSource:
             return scales.view(shape[-2:])[of_rows][:, groups].contiguous(), block[1]
         if torch.Size(shape).numel() not in (1, rows) or others:
             raise ValueError(f"{stored} has shape {list(shape)}, which is neither one per row nor one for all")
-        scales = self._source.read(stored, shape).float().reshape(-1, 1).expand(rows, 1)
+        scales = self._source.read(stored, shape, ALL if shape else ()).float().reshape(-1, 1).expand(rows, 1)
         return scales[part[-2]].contiguous(), inputs
 
     def _read_micro_floats(self, name: str, shape: Sequence[int], part: Part) -> QuantizedWeight:
