@@ -50,7 +50,9 @@ RANKS = "ranks"
 class EngineArgs:
     """The engine arguments, with what the command line's help shows of them."""
 
-    model: str = argument(MODEL, BUILT_IN_MODEL, "checkpoint folder or Hugging Face model id", metavar="MODEL")
+    model: str = argument(
+        MODEL, BUILT_IN_MODEL, "checkpoint folder, GGUF file or Hugging Face model id", metavar="MODEL"
+    )
     runner: str = argument(
         MODEL, "auto", "generate tokens, or pooling: vectors, classes, scores; auto decides by the checkpoint", RUNNERS
     )
