@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile
 from penstock.config.gguf.folder import LINK, unpack_gguf
 from penstock.config.model import load_model_config
@@ -124,9 +125,9 @@ def test_a_file_is_a_folder_of_the_cache_and_is_read_once(tmp_path: Path) -> Non
     assert (config.model_type, config.vocab_size, config.head_dim, config.dtype) == ("qwen3", 8, 16, "bfloat16")
     assert (config.rope.rope_type, config.rope.scaling["factor"]) == ("yarn", 4.0)
     assert config.tie_word_embeddings
-    assert unpack_gguf(file) == folder
+    assert unpack_gguf(file, needs_tokenizer=False) == folder
     write(file, embedding(9), **SHAPE)
-    other = unpack_gguf(file)
+    other = unpack_gguf(file, needs_tokenizer=False)
     assert other != folder
     assert load_model_config(other).vocab_size == 9
     assert list((tmp_path / "cache" / "penstock" / "gguf").iterdir()).__len__() == 2
@@ -153,7 +154,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_what_is_not_read_is_refused_by_field(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", embedding(), **{**SHAPE, **changes})
     with pytest.raises(ConfigError, match=message):
-        load_model_config(unpack_gguf(tmp_path / "a.gguf"))
+        load_model_config(
+            unpack_gguf(tmp_path / "a.gguf", needs_tokenizer="tokenizer" in message or "vocab" in message)
+        )
 
 
 def test_a_file_without_a_field_or_an_embedding_is_refused(tmp_path: Path) -> None:
@@ -191,7 +194,7 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
             for name, tensor in opened.tensors.items():
                 assert tensor.start + tensor.num_rows * tensor.row_bytes <= len(whole)
                 opened.rows(name, 0, tensor.num_rows)
-            load_model_config(unpack_gguf(file))
+            load_model_config(unpack_gguf(file, needs_tokenizer=rng.random() < 0.5))
         except ConfigError:
             pass
     assert time.monotonic() - started < 60
@@ -228,6 +231,78 @@ def test_byte_pairs_divide_words_as_the_family_does(tmp_path: Path) -> None:
     shared = ["<|end|>", "\u010a", "<think>"]
     assert found["qwen2"] == ["abc", "\u0120", "1", "2", "3", *shared]
     assert found["llama-bpe"] == [tokens[0], "abc", "\u0120", "123", *shared]
+
+
+VOCABULARY = {
+    "tokenizer__ggml__model": "gpt2",
+    "tokenizer__ggml__pre": "llama-bpe",
+    "tokenizer__ggml__tokens": ["a", "b", "<|begin|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "ab"],
+    "tokenizer__ggml__token_type": [1, 1, 3, 3, 1, 3, 1],
+    "tokenizer__ggml__merges": ["a b"],
+    "tokenizer__ggml__bos_token_id": 2,
+    "tokenizer__ggml__eos_token_id": 0,
+}
+
+
+def test_what_a_file_does_not_name_is_what_llama_cpp_takes(tmp_path: Path) -> None:
+    """The token before a Llama 3 prompt, and the control tokens that end an answer."""
+    write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY)
+    folder = unpack_gguf(tmp_path / "a.gguf")
+    assert Tokenizer(folder, 7).encode("a")[0] == 2
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 3, 5]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer__ggml__pre": "tekken"},
+        {"tokenizer__ggml__pre": ["llama-bpe"]},
+        {"tokenizer__ggml__token_type": [1]},
+        {"tokenizer__ggml__model": "llama", "tokenizer__ggml__scores": ["x"] * 7},
+    ],
+)
+def test_another_tokenizer_takes_the_place_of_one_that_is_not_read(changes: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    write(file, embedding(7), **SHAPE, **{**VOCABULARY, **changes})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"tokenizer|vocabulary|score|type"):
+            resolve(EngineArgs(model=str(file)))
+    config = resolve(EngineArgs(model=str(file), skip_tokenizer_init=True))
+    assert config.model.vocab_size == 7
+    tokenizer = resolve(EngineArgs(model=str(file), tokenizer=str(tmp_path)))
+    assert tokenizer.tokenizer_path == tmp_path
+
+
+def test_the_numbers_of_a_file_decide_its_dtype(tmp_path: Path) -> None:
+    for name, kind in (("F16", np.float16), ("F32", np.float32)):
+        data = np.ones((8, 64), kind)
+        stored = {"token_embd.weight": (data, gguf.GGMLQuantizationType[name])}
+        write(tmp_path / f"{name}.gguf", stored, **SHAPE)
+        found = load_model_config(unpack_gguf(tmp_path / f"{name}.gguf", needs_tokenizer=False))
+        assert found.dtype == ("float16" if name == "F16" else "bfloat16")
+
+
+def test_parts_of_a_file_and_mixtral_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", {}, **SHAPE, split__count=3)
+    with pytest.raises(ConfigError, match="one of 3 files: join them with"):
+        unpack_gguf(tmp_path / "a.gguf")
+    fields = {name.replace("qwen3", "llama"): value for name, value in SHAPE.items()}
+    sizes = {"llama__attention__key_length": 16, "llama__embedding_length": 64}
+    write(tmp_path / "b.gguf", embedding(), architecture="llama", **fields, **sizes, llama__expert_count=8)
+    with pytest.raises(ConfigError, match="is Mixtral"):
+        unpack_gguf(tmp_path / "b.gguf")
+
+
+def test_the_largest_gemma_3_divides_by_another_number(tmp_path: Path) -> None:
+    fields = {name.replace("qwen3", "gemma3"): value for name, value in SHAPE.items()}
+    sizes = {"gemma3__attention__key_length": 24, "gemma3__embedding_length": 64}
+    sizes["gemma3__attention__sliding_window"] = 8
+    for layers, expected in ((2, 24), (62, 16)):
+        tensors = embedding() | {f"t{i}": embedding()["token_embd.weight"] for i in range(layers)}
+        file = tmp_path / f"{layers}.gguf"
+        write(file, tensors, architecture="gemma3", **{**fields, **sizes, "gemma3__block_count": layers})
+        folder = unpack_gguf(file, needs_tokenizer=False)
+        assert json.loads((folder / "config.json").read_text())["query_pre_attn_scalar"] == expected
 
 
 def test_sentence_pieces_merge_by_score(tmp_path: Path) -> None:

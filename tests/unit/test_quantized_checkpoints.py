@@ -102,6 +102,13 @@ def edited(name: str, tensor: str, change: Any) -> tuple[Tensors, dict[str, Any]
         ("gptq", "g_idx", lambda order: order - 1, "names groups that are none of its 3"),
         ("gptq", "g_idx", lambda order: order[:90], r"g_idx' has shape \[90\]"),
         ("awq", "qweight", lambda words: words[:, :5], r"qweight' has shape \[96, 5\]"),
+        ("packed", "weight_packed", lambda words: words.long(), "its words are torch.int64, not int32"),
+        (
+            "float8",
+            "weight",
+            lambda weight: weight.float().to(torch.float8_e5m2),
+            "float8_e5m2, which is not supported",
+        ),
         ("float8", "weight_scale", lambda _: None, "it has no scales"),
         ("float8", "weight_scale", lambda scales: scales[:40], "neither one per row nor one for all"),
         ("float8", "weight_scale", lambda scales: scales * torch.nan, "finite"),

@@ -21,7 +21,7 @@ from penstock.config.model import ModelConfig, load_model_config
 from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
-from penstock.config.quantization import INT4, INT8, LoadQuantization
+from penstock.config.quantization import AS_STORED, INT4, INT8, LoadQuantization
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
@@ -276,6 +276,8 @@ class EngineConfig:
     def on_device(self, device: str) -> EngineConfig:
         """Returns the configuration with the defaults for this device, "cpu" or "cuda"."""
         limits, is_cpu = self.scheduler, device == "cpu"
+        if not is_cpu and self.load_quantization != AS_STORED:
+            raise ConfigError("quantization and quantize_head round weights for a CPU: set device cpu")
         num_step_tokens = limits.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
         if limits.needs_whole_prompts:
             num_step_tokens = max(num_step_tokens, limits.max_model_len)
@@ -304,7 +306,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
     and its limit.
     """
     _check(args)
-    model_path = resolve_model_path(args.model, args.revision)
+    needs_tokenizer = not args.skip_tokenizer_init and args.tokenizer is None
+    model_path = resolve_model_path(args.model, args.revision, needs_tokenizer)
     model = load_model_config(model_path, args.dtype)
     pooling = find_pooling(args.runner, args.pooler_config, model)
     max_model_len = _max_model_len(args, model, pooling)

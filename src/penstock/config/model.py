@@ -29,7 +29,7 @@ from penstock.config.families import (
     with_defaults,
 )
 from penstock.config.latent import LatentConfig, read_latent
-from penstock.config.quantization import QuantizationConfig, read_quantization
+from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
@@ -143,6 +143,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
+    quantization = read_quantization(path, raw.get("quantization_config"))
     encoder = read_encoder(raw)
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers")
@@ -166,7 +167,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         path=path,
         model_type=raw["model_type"],
         architecture=(raw.get("architectures") or [""])[0],
-        dtype=_resolve_dtype(dtype, _stored_dtype(raw)),
+        dtype=_resolve_dtype(dtype, _stored_dtype(raw, quantization)),
         vocab_size=_positive(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive(raw, "intermediate_size"),
@@ -188,7 +189,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         encoder=encoder,
         latent=latent,
         experts=read_experts(raw),
-        quantization=read_quantization(path, raw.get("quantization_config")),
+        quantization=quantization,
         attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),
         has_attention_sinks=raw["model_type"] == "gpt_oss",
         window_rope=ropes.window_rope,
@@ -208,10 +209,14 @@ def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int
     return value
 
 
-def _stored_dtype(raw: Mapping[str, Any]) -> str:
-    """Returns the checkpoint's dtype; that of quantized weights is bfloat16, though GPTQ and AWQ name float16."""
+def _stored_dtype(raw: Mapping[str, Any], quantization: QuantizationConfig | None) -> str:
+    """Returns the checkpoint's dtype; that of quantized weights is bfloat16, though GPTQ and AWQ name float16.
+
+    A GGUF file has been asked what its numbers are.
+    """
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return "bfloat16" if raw.get("quantization_config") and stored in ("float16", "half") else stored
+    is_rounded = quantization is not None and quantization.method != GGUF
+    return "bfloat16" if is_rounded and stored in ("float16", "half") else stored
 
 
 def _resolve_dtype(asked: str, stored: str) -> str:

@@ -13,11 +13,12 @@ _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 _BUILT_IN = {BUILT_IN_MODEL: _DEMO_FOLDER, f"{BUILT_IN_MODEL}/eagle3": _DEMO_FOLDER / "eagle3"}
 
 
-def resolve_model_path(model: str, revision: str | None = None) -> Path:
+def resolve_model_path(model: str, revision: str | None = None, needs_tokenizer: bool = False) -> Path:
     """Returns the checkpoint's folder. Of a GGUF file it is made (`unpack_gguf`); a model id is downloaded through
     huggingface_hub, or found in its cache.
 
-    Raises ConfigError if there is no such folder and the id cannot be downloaded.
+    Raises ConfigError if there is no such folder and the id cannot be downloaded, and if `needs_tokenizer` and a GGUF
+    file has a vocabulary that cannot be read.
     """
     if model in _BUILT_IN:
         return _BUILT_IN[model]
@@ -28,7 +29,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         # Imported here: the help text needs no numpy.
         from penstock.config.gguf.folder import unpack_gguf
 
-        return unpack_gguf(folder)
+        return unpack_gguf(folder, needs_tokenizer)
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigError(f"there is no folder {model!r}, and it is not a Hugging Face model id (owner/name)")
     return _download(model, revision)

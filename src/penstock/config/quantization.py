@@ -29,6 +29,7 @@ class QuantizationConfig:
     """
 
     method: str
+    bits: int = 8  # the fewest of a layer; of a GGUF file unknown
     group: int = 0
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
@@ -37,7 +38,7 @@ class QuantizationConfig:
     @property
     def expansion(self) -> int:
         """How many times larger the weights are in 16 bits, at most."""
-        return 2 if self.method == FP8 else 4
+        return 16 // self.bits
 
     def quantizes_inputs(self, layer: str) -> bool:
         """Whether the inputs of a linear layer with weights in 8-bit integers are quantized as well.
@@ -96,7 +97,7 @@ def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
     if method == GGUF:
         return QuantizationConfig(GGUF)
     if method == MXFP4:
-        return QuantizationConfig(MXFP4, 32)
+        return QuantizationConfig(MXFP4, bits=4, group=32)
     raise ConfigError(
         f"{path} is quantized with quant_method {method!r}, which is not supported: use a checkpoint in "
         f"{', '.join(_SERVED)}, or one that is not quantized"
@@ -154,11 +155,11 @@ def _read_block(reader: _Reader, name: str) -> tuple[int, int] | None:
 
 
 def _read_gptq(reader: _Reader) -> QuantizationConfig:
-    reader.check("bits", _BITS)
+    bits = reader.check("bits", _BITS)
     reader.check("pack_dtype", (None, "int32"))
     # Marlin and others rearrange what is stored.
     stored = reader.check("checkpoint_format", (None, "gptq", "gptq_v2"))
-    return QuantizationConfig(GPTQ, reader.group(), counts_zeros_from_one=stored != "gptq_v2")
+    return QuantizationConfig(GPTQ, bits, reader.group(), counts_zeros_from_one=stored != "gptq_v2")
 
 
 def _read_awq(reader: _Reader) -> QuantizationConfig:
@@ -166,7 +167,7 @@ def _read_awq(reader: _Reader) -> QuantizationConfig:
     version = reader.fields.get("version")
     if str(version).lower() not in ("gemm", "none"):
         reader.check("version", ("gemm",))
-    return QuantizationConfig(AWQ, reader.group())
+    return QuantizationConfig(AWQ, 4, reader.group())
 
 
 def _read_auto_round(reader: _Reader) -> QuantizationConfig:
@@ -182,7 +183,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         if any(options.fields.get(key) not in (None, "dense", {}, []) for key in ("format", "config_groups")):
             raise ConfigError(f"{reader.path}: {options.prefix} is not supported: use another checkpoint")
     groups, rounds_inputs = reader / "config_groups", list[str]()
-    sizes, blocks = set[int](), set[tuple[int, int] | None]()
+    sizes, blocks, all_bits = set[int](), set[tuple[int, int] | None](), {8}
     for name in groups.fields:
         group = groups / name
         weights, inputs = group / "weights", group / "input_activations"
@@ -192,7 +193,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         if not weights.fields:
             raise ConfigError(f"{reader.path}: {group.prefix}.weights is missing: its weights are not quantized")
         kind = weights.check("type", ("int", "float"), "int")
-        weights.check("num_bits", _BITS if kind == "int" else (8,), 8)
+        all_bits.add(weights.check("num_bits", _BITS if kind == "int" else (8,), 8))
         strategy = weights.check("strategy", ("group", "channel", "tensor", *(("block",) if kind == "float" else ())))
         if strategy == "group":
             sizes.add(weights.group())
@@ -208,6 +209,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         raise ConfigError(f"{reader.path}: {groups.prefix} have blocks of several sizes: use another checkpoint")
     return QuantizationConfig(
         COMPRESSED,
+        bits=min(all_bits),
         group=sizes.pop() if len(sizes) == 1 else 0,
         block=next(iter(blocks - {None}), None),
         rounds_inputs=tuple(rounds_inputs),

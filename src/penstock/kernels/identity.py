@@ -51,7 +51,9 @@ def _angles() -> list[torch.Tensor]:
     """Returns what torch computes of rotary embeddings (`layers/rotary.py`), on calls as short as there."""
     angles = _numbers(16, 2048)
     bases = [base ** (torch.arange(64, dtype=torch.float32) / 64) for base in (1e4, 1e6)]
-    return [*bases, *(row.cos() for row in angles * 1000), *(row.sin() for row in angles * 1000)]
+    # Large angles are reduced in another way than small ones.
+    scaled = [angles * 1000, angles * 60_000]
+    return [*bases, *(row.cos() for each in scaled for row in each), *(row.sin() for each in scaled for row in each)]
 
 
 def _sample() -> list[torch.Tensor]:

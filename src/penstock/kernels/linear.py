@@ -223,6 +223,9 @@ class PackedWeights:
         self._shape = out_features, in_features
         self._format = format if dtype == torch.bfloat16 else None
         self._quantization = None if self._format is None else self._format.descriptor()
+        if self._quantization is not None and allocate is not aligned_bytes:
+            # Other ranks may bring weights with tiny values there.
+            self._quantization.has_tiny = 1
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0, self.quantization)
         self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
         self.packed = allocate(count * self._bytes)
@@ -247,7 +250,8 @@ class PackedWeights:
         assert weight.shape == self._shape, f"{weight.shape} for {self._shape}"
         descriptor = self.descriptor(number)
         if self._format is not None and self._quantization is not None:
-            assert isinstance(weight, QuantizedWeight), "a weight that is not quantized among some that are"
+            if not isinstance(weight, QuantizedWeight):
+                raise ValueError("a weight that is not quantized cannot be packed with some that are")
             codes, numbers = self._format.stored(weight)
             self._quantization.has_tiny |= weight.has_tiny_values()
             pack = self._native.function("linear_pack_quantized", "pppppn")

@@ -42,7 +42,7 @@ class RepeatedLayers:
         context: ForwardContext,
     ) -> torch.Tensor:
         """Runs `layers`, those of `names`, as each of them does."""
-        if not self._can_record or not x.is_cpu or not 0 < len(x) <= MAX_ROWS:
+        if not self._can_record or not layers or not x.is_cpu or not 0 < len(x) <= MAX_ROWS:
             for layer in layers:
                 x = layer(x, residual, positions, context)
             return x
@@ -53,16 +53,20 @@ class RepeatedLayers:
         caches = [context.kv_caches[name] for name in self._names]
         inputs = [x, residual, positions, *caches, *(tensor for each in groups for tensor in _tensors(each))]
         if recording is not None:
+            # The last used is the last to be forgotten.
+            self._recordings[key] = self._recordings.pop(key)
             recording.set_inputs([tensor.data_ptr() for tensor in inputs])
             return self._repeat(recording, context)
-        if key in self._recordings:
+        # What hooks compute is no part of the layers.
+        if key in self._recordings and context.hooks is NO_HOOKS:
             parts = [_part(layer, residual, positions, context) for layer in layers]
             x, self._recordings[key] = record(parts, x, inputs, self._workspace)
             self._can_record = self._recordings[key] is not None
             return x
-        if len(self._recordings) == MAX_RECORDINGS:
-            del self._recordings[next(iter(self._recordings))]
-        self._recordings[key] = None
+        if key not in self._recordings:
+            if len(self._recordings) == MAX_RECORDINGS:
+                del self._recordings[next(iter(self._recordings))]
+            self._recordings[key] = None
         for layer in layers:
             x = layer(x, residual, positions, context)
         return x

@@ -46,12 +46,20 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_LAYERS_OF_LARGEST_GEMMA3 = 62
+
+
 def _gemma3(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "sliding_window": fields["attention.sliding_window"],
         "sliding_window_pattern": fields.get("attention.sliding_window_pattern", 6),
         "rope_local_base_freq": fields.get("rope.freq_base_swa", 10000.0),
-        "query_pre_attn_scalar": fields["attention.key_length"],
+        # As llama.cpp does: the largest model divides by another number than its size of a head, and no field says so.
+        "query_pre_attn_scalar": (
+            fields["embedding_length"] // fields["attention.head_count"]
+            if fields["block_count"] == _LAYERS_OF_LARGEST_GEMMA3
+            else fields["attention.key_length"]
+        ),
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
@@ -141,9 +149,17 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     family = family_of(file)
     prefix = f"{file.metadata['general.architecture']}."
     fields = {name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}
+    num_files = file.metadata.get("split.count", 1)
+    if num_files not in (0, 1):
+        raise ConfigError(
+            f"{file.path} is one of {num_files} files: join them with llama.cpp's llama-gguf-split --merge, and "
+            "pass the result"
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path} has no token_embd.weight [vocabulary, hidden size]: it is not a whole model")
+    if family.model_type == "llama" and fields.get("expert_count"):
+        raise ConfigError(f"{file.path} is Mixtral, which Penstock reads from safetensors: use that checkpoint")
     num_layers = fields.get("block_count")
     if isinstance(num_layers, int) and num_layers > len(file.tensors):
         raise ConfigError(f"{file.path} has {len(file.tensors)} tensors for {prefix}block_count={num_layers} layers")

@@ -161,15 +161,15 @@ class GGUFFile:
         if kind == _ARRAY and depth < _MOST_NESTED:
             element, count = self._integer(4), self._integer(8)
             if element in _NUMBERS:
-                return self._numbers(element, count)
+                return self._numbers(element, count)  # [count], which takes no more memory than in the file
             # Every element takes eight bytes at least.
             if count > (len(self._bytes) - self._at) // 8:
                 raise ConfigError(f"{self.path} is truncated, or its header is damaged at byte {self._at}")
             return [self._value(element, depth + 1) for _ in range(count)]
         if kind in _NUMBERS:
-            return self._numbers(kind, 1)[0]
+            return self._numbers(kind, 1)[0].item()
         raise ConfigError(f"{self.path}: its header has a value of the unknown type {kind} before byte {self._at}")
 
-    def _numbers(self, kind: int, count: int) -> list[Any]:
+    def _numbers(self, kind: int, count: int) -> np.ndarray:
         dtype = np.dtype(_NUMBERS[kind])
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype)

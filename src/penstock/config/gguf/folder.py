@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from penstock.config.gguf.file import GGUFFile
 from penstock.config.gguf.vocabulary import end_tokens, read_tokenizer, read_tokenizer_config
 from penstock.utils.errors import ConfigError
 
-LINK = "model.gguf"
+LINK = "unpacked.gguf"
+_TOKENIZER = "tokenizer.json"
 # Changes when what is written changes, so that no older folder is used.
 _VERSION = 1
 
 
-def unpack_gguf(file: Path) -> Path:
-    """Returns the folder of a file. Raises ConfigError if the file is not a model that Penstock serves."""
+def unpack_gguf(file: Path, needs_tokenizer: bool = True) -> Path:
+    """Returns the folder of a file. Raises ConfigError if the file is not a model that Penstock serves, or with
+    `needs_tokenizer` if its vocabulary cannot be read.
+    """
     file = file.resolve()
     try:
         facts = file.stat()
@@ -35,25 +39,29 @@ def unpack_gguf(file: Path) -> Path:
     folder = env.cache_folder() / "gguf" / name
     if not folder.is_dir():
         _write(file, folder)
+    if needs_tokenizer and not (folder / _TOKENIZER).is_file():
+        read_tokenizer(GGUFFile(file))
     return folder
 
 
 def _write(file: Path, folder: Path) -> None:
     opened = GGUFFile(file)
     contents = {"config.json": read_config(opened)}
-    if "tokenizer.ggml.model" in opened.metadata:
-        contents["tokenizer.json"] = read_tokenizer(opened)
+    # A vocabulary that cannot be read is no matter with another tokenizer.
+    with suppress(ConfigError):
+        contents[_TOKENIZER] = read_tokenizer(opened)
+    with suppress(ConfigError):
         contents["tokenizer_config.json"] = read_tokenizer_config(opened)
         contents["generation_config.json"] = {"eos_token_id": end_tokens(opened)}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-        _fill(unfinished, file, contents)
         try:
+            _fill(unfinished, file, contents)
             unfinished.rename(folder)
-        except OSError:
-            # Another process has made it meanwhile.
+        except (OSError, ConfigError):
             shutil.rmtree(unfinished)
+            # Another process may have made it meanwhile.
             if not folder.is_dir():
                 raise
     except OSError as error:
@@ -65,5 +73,9 @@ def _write(file: Path, folder: Path) -> None:
 
 def _fill(folder: Path, file: Path, contents: dict[str, dict[str, Any]]) -> None:
     for name, value in contents.items():
-        (folder / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except TypeError:
+            raise ConfigError(f"{file} has a list for {name} where one value is expected: it is damaged") from None
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / LINK).symlink_to(file)

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.config.gguf.file import GGUFFile
 from penstock.utils.errors import ConfigError
 
 # Token types of llama.cpp.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_BEGINNING = ("llama-bpe", "llama3", "llama-v3")  # words of models whose prompts begin with a token for it
+# Longer tokens are no words, and splitting one takes time that grows with the square of its length.
+_MOST_CHARACTERS = 1024
 _SPACE = "\u2581"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,10 +38,13 @@ _WORDS = {
 def read_tokenizer(file: GGUFFile) -> dict[str, Any]:
     """Returns the contents of `tokenizer.json`. Raises ConfigError if the vocabulary is of a kind that is not read."""
     model = file.metadata.get("tokenizer.ggml.model")
-    if model == "gpt2":
-        return _byte_pairs(file)
-    if model == "llama":
-        return _sentence_pieces(file)
+    try:
+        if model == "gpt2":
+            return _byte_pairs(file)
+        if model == "llama":
+            return _sentence_pieces(file)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file.path}: its vocabulary cannot be read: {error}") from None
     raise ConfigError(
         f"{file.path}: tokenizer.ggml.model is {model!r}, and Penstock reads gpt2 and llama: pass --tokenizer FOLDER "
         "with the model's tokenizer.json"
@@ -58,8 +67,15 @@ def read_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
 def end_tokens(file: GGUFFile) -> list[int]:
     """Returns the ids of the tokens that end an answer."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
-    return sorted({number for number in found if isinstance(number, int)})
+    named = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
+    tokens = _tokens(file)
+    # Files do not name all of them, so llama.cpp knows them by their text.
+    spelled = (
+        number
+        for number, (token, kind) in enumerate(zip(tokens, _types(file, tokens), strict=True))
+        if kind == _CONTROL and token in _END_TOKENS
+    )
+    return sorted({*(number for number in named if isinstance(number, int)), *spelled})
 
 
 def _tokens(file: GGUFFile) -> list[str]:
@@ -74,7 +90,7 @@ def _tokens(file: GGUFFile) -> list[str]:
 
 def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
     words = file.metadata.get("tokenizer.ggml.pre")
-    if words not in _WORDS:
+    if not isinstance(words, str) or words not in _WORDS:
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.pre is {words!r}, and Penstock reads {', '.join(_WORDS)}: pass --tokenizer "
             "FOLDER with the model's tokenizer.json"
@@ -112,17 +128,16 @@ def _sentence_pieces(file: GGUFFile) -> dict[str, Any]:
     are merged whose union has the highest score.
     """
     tokens = _tokens(file)
-    scores: Any = file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):  # pyright: ignore[reportUnknownArgumentType]
+    scores = _numbers(file, "scores")
+    if len(scores) != len(tokens):
         raise ConfigError(f"{file.path} has no score for every token (tokenizer.ggml.scores): it is damaged")
     types = _types(file, tokens)
     vocabulary = _vocabulary(tokens)
-    keys: list[tuple[float, int]] = [(-score, number) for number, score in enumerate(scores)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    ranked = [number for _, number in sorted(keys)]
+    ranked = [number for _, number in sorted((-score, number) for number, score in enumerate(scores))]
     merges: list[list[str]] = []
     for number in ranked:
         token = tokens[number]
-        if types[number] not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE):
+        if types[number] not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE) and len(token) <= _MOST_CHARACTERS:
             splits = ((token[:at], token[at:]) for at in range(1, len(token)))
             known = [(vocabulary[a], vocabulary[b]) for a, b in splits if a in vocabulary and b in vocabulary]
             merges += [[tokens[a], tokens[b]] for a, b in sorted(known)]
@@ -167,10 +182,16 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _types(file: GGUFFile, tokens: Sequence[str]) -> Sequence[int]:
-    types = file.metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(types, list) or len(types) != len(tokens):  # pyright: ignore[reportUnknownArgumentType]
+    types = _numbers(file, "token_type")
+    if len(types) != len(tokens):
         raise ConfigError(f"{file.path} has no type for every token (tokenizer.ggml.token_type): it is damaged")
-    return types  # pyright: ignore[reportUnknownVariableType]
+    return types
+
+
+def _numbers(file: GGUFFile, name: str) -> list[Any]:
+    """Returns a list of numbers, empty if there is none."""
+    found = file.metadata.get(f"tokenizer.ggml.{name}")
+    return found.tolist() if isinstance(found, np.ndarray) else []
 
 
 def _added_tokens(file: GGUFFile, tokens: Sequence[str]) -> list[dict[str, Any]]:
@@ -185,8 +206,8 @@ def _added_tokens(file: GGUFFile, tokens: Sequence[str]) -> list[dict[str, Any]]
 def _post_processor(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any] | None:
     """A prompt begins with the token for it, if the file says so."""
     metadata = file.metadata
-    # SentencePiece's models begin with it by default.
-    begins = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
+    begins = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in _BEGINNING
+    begins = metadata.get("tokenizer.ggml.add_bos_token", begins)
     number = metadata.get("tokenizer.ggml.bos_token_id")
     if not begins or not isinstance(number, int) or not 0 <= number < len(tokens):
         return None

@@ -162,6 +162,8 @@ class QuantizedSource:
         """Of a tensor of all experts, one expert's part is [rows, inputs] if it is quantized."""
         stored = self._source.read(name, shape, part)
         if stored.dtype not in (torch.float8_e4m3fn, torch.int8):
+            if stored.dtype.itemsize == 1:
+                raise ValueError(f"its numbers are {stored.dtype}, which is not supported")
             return stored
         *others, rows, inputs = shape
         whole = (*part, *[slice(None)] * (len(shape) - len(part)))
@@ -236,6 +238,8 @@ def _covering(own: slice, count: int, bits: int) -> tuple[slice, slice]:
 
 def _unpack(words: torch.Tensor, bits: int, places: torch.Tensor | None = None) -> torch.Tensor:
     """[n, words] int32 -> [n, words * 32 / bits] uint8, a word's lowest bits first, or from its `places`."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"its words are {words.dtype}, not int32")
     # Copied: a column of words counts as contiguous, and yet has no view of bytes.
     stored = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
