@@ -58,6 +58,7 @@ QUICK = {
         "Nothing was lost",
     ),
     "bench/transports.py": Trial(("--rounds", "1", "--megabytes", "4"), "sockets"),
+    "bench/quality.py": Trial(("--tokens", "64"), "| int4, head int8 |"),
 }
 SLOW = {
     "bench/shared_experts.py": Trial(("--batches", "1", "--steps", "5", "--rounds", "1"), "| both | 1 |"),
@@ -75,6 +76,10 @@ SLOW = {
         ("--model", TINY, "--prompt-len", "64", "--output-len", "4", "--rounds", "1"), "from memory"
     ),
     "bench/peers/run.py": Trial((PENSTOCK, "--rounds", "1"), "", seconds=30),
+    "bench/peers/run_penstock.py": Trial(("src/penstock/demo", "bf16", "1"), "decode_b1"),
+    "bench/quantized.py": Trial(
+        ("--shapes", "64x64", "--kinds", "int4", "--rows", "1", "--seconds", "0.01", "--working-set", "1"), ""
+    ),
     "bench/peers/serve.py": Trial(
         (f"penstock={sys.executable}", "--rounds", "1", "--shape", "src/penstock/demo"), "", seconds=60
     ),

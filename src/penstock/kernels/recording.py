@@ -61,7 +61,10 @@ class Recording:
     """Recorded calls, divided into parts that can be repeated one at a time, in order."""
 
     def __init__(self, native: NativeLibrary, ends: Sequence[int], calls: _Calls, results: Sequence[torch.Tensor]):
-        self.results = tuple(results)
+        # The result of a part by its number. Not an attribute of tensors: they are no part of the model, whose memory
+        # `penstock verify` compares.
+        self.result = tuple(results).__getitem__
+        self._num_parts = len(results)
         self._repeat = native.function("repeat", "pnp")
         self._ends = (0, *ends)
         self._calls = np.array(calls.functions, np.int64)  # [calls, (function, index of its first argument)]
@@ -75,10 +78,10 @@ class Recording:
 
     def repeat(self, first: int = 0, end: int | None = None) -> torch.Tensor:
         """Repeats the parts [first, end) and returns the last one's result, in the memory of the recorded one."""
-        begin, end = self._ends[first], len(self.results) if end is None else end
+        begin, end = self._ends[first], self._num_parts if end is None else end
         calls = self._calls.ctypes.data + begin * self._calls.strides[0]
         self._repeat(calls, self._ends[end] - begin, self._arguments.ctypes.data)
-        return self.results[end - 1]
+        return self.result(end - 1)
 
 
 class _Calls:

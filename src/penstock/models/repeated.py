@@ -79,7 +79,7 @@ class RepeatedLayers:
             hooks.wait_for_layer_load(name)
             recording.repeat(number, number + 1)
             hooks.save_kv_layer(name)
-        return recording.results[-1]
+        return recording.result(-1)
 
 
 def _part(
