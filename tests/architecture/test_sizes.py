@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 360,
     "cli": 1426,
-    "config": 2565,
+    "config": 2581,
     "core": 1733,
     "engine": 892,
     "executor": 583,

@@ -14,7 +14,7 @@ from penstock.config.expert_parallel import SPARE, EPLBConfig, ExpertParallelCon
 from penstock.core import expert_balancer
 from penstock.core.expert_balancer import BalancedLayer, ExpertBalancer
 from penstock.core.expert_placement import experts_of, rank_loads
-from penstock.messages.experts import ExpertMove, ExpertsOutput
+from penstock.messages.experts import ExpertMove, ExpertOrders, ExpertsOutput
 from penstock.messages.kv_transfer import ShardId, TransferReport, TransferStatus
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
@@ -229,6 +229,32 @@ def test_a_step_plans_one_layer_at_most(monkeypatch: pytest.MonkeyPatch) -> None
         plan = SchedulerOutput(step=step, total_num_scheduled_tokens=1)
         balancer.update_from_output(plan, ModelRunnerOutput(experts=ExpertsOutput(load)))
     assert planned == [26 + number for number in range(len(LAYERS))]
+
+
+def test_the_groups_of_the_router_are_divided_among_the_nodes() -> None:
+    """From any placement, in which groups are on all nodes."""
+    balancing = EPLBConfig(window_size=4, step_interval=4, num_nodes=2)
+    parallel = ExpertParallelConfig(num_experts=24, num_redundant=4, num_ranks=4, num_groups=4, balancing=balancing)
+    balancer = ExpertBalancer(LAYERS[:1], parallel)
+    load = np.array([90, 5, 5, 5, 5, 5] * 2 + [1] * 12, np.int32)
+    moved: list[ExpertOrders] = []
+    placement = parallel.initial_placement()
+    for step in range(1, 60):
+        orders = balancer.next_orders(step)
+        reports: list[TransferReport] = []
+        if orders is not None:
+            moved.append(orders)
+            placement = orders.placement or placement
+            for each in orders.moves:
+                shard = 0, each.target // parallel.num_buffers
+                reports.append(TransferReport(each.transfer_id, shard, TransferStatus.DONE))
+        plan = SchedulerOutput(step=step, total_num_scheduled_tokens=1, expert_orders=orders)
+        balancer.update_from_output(plan, ModelRunnerOutput(experts=ExpertsOutput({"a": load}, tuple(reports))))
+    assert moved
+    for group in range(4):
+        members = set(range(group * 6, group * 6 + 6))
+        nodes = {buffer // parallel.num_buffers // 2 for buffer, expert in enumerate(placement) if expert in members}
+        assert len(nodes) == 1
 
 
 def test_the_window_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

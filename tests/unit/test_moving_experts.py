@@ -346,6 +346,9 @@ def parse(
         ({"eplb_config": {"num_redundant_experts": -1}}, "num_redundant_experts"),
         ({"tp": 5}, "the 12 experts of a layer cannot .* set num_redundant_experts in eplb_config to 3"),
         ({"eplb_config": {"num_redundant_experts": 3}}, "and num_redundant_experts=3 cannot .* to 4"),
+        ({"eplb_config": {"num_nodes": 0}}, "num_nodes"),
+        ({"eplb_config": {"num_nodes": 3}}, "num_nodes=3 in eplb_config does not divide the 2 ranks"),
+        ({"eplb_config": {"num_nodes": 2, "num_redundant_experts": 2}}, "at most 0 with 12 experts .* on 2 nodes"),
         ({"eplb_config": {"num_redundant_experts": 14}}, "at most 12 with 12 experts and tensor_parallel_size=2"),
     ],
 )
@@ -367,6 +370,10 @@ def test_slots_and_buffers(model: ModelConfig) -> None:
     assert fixed is not None
     assert moving is not None
     assert (fixed.balancing, fixed.num_slots, fixed.num_buffers) == (None, 6, 6)
+    assert model.experts is not None
+    grouped = parse(replace(model, experts=replace(model.experts, num_groups=4)))
+    assert grouped is not None
+    assert (fixed.num_groups, grouped.num_groups) == (1, 4)
     assert moving.balancing == EPLBConfig(window_size=5, num_redundant_experts=6)
     # One spare buffer for every eight slots.
     assert (moving.num_slots, moving.num_buffers) == (9, 11)

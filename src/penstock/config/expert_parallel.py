@@ -1,6 +1,7 @@
 """Whole experts on the ranks, and how they are balanced: `--enable-expert-parallel`, `--enable-eplb`, `--eplb-config`.
 
-The keys of `eplb_config` are vLLM's: `window_size`, `step_interval`, `num_redundant_experts`, `log_balancedness`.
+The keys of `eplb_config` are vLLM's: `window_size`, `step_interval`, `num_redundant_experts`, `log_balancedness`; and
+`num_nodes`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ _SLOTS_PER_SPARE = 8
 class EPLBConfig:
     """Expert parallelism load balancing: every `step_interval` steps, from the load of the last `window_size` steps.
 
-    `num_redundant_experts` slots of a layer hold second copies.
+    `num_redundant_experts` slots of a layer hold second copies. The ranks are on `num_nodes` machines, as many on each.
     """
 
     window_size: Annotated[int, Limits(ge=1)] = 1000
     step_interval: Annotated[int, Limits(ge=1)] = 3000
     num_redundant_experts: Annotated[int, Limits(ge=0)] = 0
     log_balancedness: bool = False
+    num_nodes: Annotated[int, Limits(ge=1)] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParallelConfig:
     """Each rank of a stage has `num_slots` experts of every layer, whole; `balancing` is None if they stay there.
 
-    These are the ranks of all data parallel engines, `num_ranks` of them.
+    These are the ranks of all data parallel engines, `num_ranks` of them. The router chooses from `num_groups`
+    groups of experts.
 
     The numbers are a layer's. Without redundant slots there are as many slots as experts. A rank that balances has
     memory for more experts than it has: `num_buffers`. A placement is the expert of every buffer, rank after rank, or
@@ -44,6 +47,7 @@ class ExpertParallelConfig:
     num_experts: int
     num_redundant: int
     num_ranks: int
+    num_groups: int = 1
     balancing: EPLBConfig | None = None
 
     @property
@@ -95,6 +99,11 @@ def parse_expert_parallel(
     given: Mapping[str, Any] = {} if eplb_config is None else read_object("eplb_config", eplb_config)
     balancing = convert_options(EPLBConfig, given, "in eplb_config") if balances else None
     redundant = 0 if balancing is None else balancing.num_redundant_experts
+    if balancing is not None and ranks % balancing.num_nodes:
+        raise ConfigError(
+            f"num_nodes={balancing.num_nodes} in eplb_config does not divide the {ranks} ranks of {sizes}: every "
+            "node has as many ranks"
+        )
     experts = model.experts.num_experts
     if (experts + redundant) % ranks:
         missing = ranks - (experts + redundant) % ranks
@@ -104,9 +113,18 @@ def parse_expert_parallel(
             f"{sizes} ranks: set num_redundant_experts in eplb_config to {redundant + missing} with "
             "enable_eplb, or another tensor_parallel_size"
         )
-    if redundant > experts * (ranks - 1):
+    num_nodes = 1 if balancing is None else balancing.num_nodes
+    most = experts * (ranks // num_nodes - 1)
+    if redundant > most:
+        of_nodes = f" on {num_nodes} nodes" if num_nodes > 1 else ""
         raise ConfigError(
             f"num_redundant_experts={redundant} in eplb_config leaves more slots on a rank than there are experts: use "
-            f"at most {experts * (ranks - 1)} with {experts} experts and {sizes}"
+            f"at most {most} with {experts} experts and {sizes}{of_nodes}"
         )
-    return ExpertParallelConfig(num_experts=experts, num_redundant=redundant, num_ranks=ranks, balancing=balancing)
+    return ExpertParallelConfig(
+        num_experts=experts,
+        num_redundant=redundant,
+        num_ranks=ranks,
+        num_groups=model.experts.num_groups,
+        balancing=balancing,
+    )

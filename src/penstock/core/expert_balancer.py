@@ -61,6 +61,7 @@ class ExpertBalancer:
         self._layers = tuple(layers) if parallel is not None and parallel.balancing is not None else ()
         self._parallel = parallel
         self._config = EPLBConfig() if parallel is None or parallel.balancing is None else parallel.balancing
+        self._num_groups = 1 if parallel is None else parallel.num_groups
         initial = () if parallel is None else parallel.initial_placement()
         self._placements = {layer.name: initial for layer in self._layers}
         self._window: deque[dict[str, np.ndarray]] = deque()
@@ -183,7 +184,8 @@ class ExpertBalancer:
         """Chooses the next layer's target from the loads in the window."""
         layer = self._unplanned.popleft()
         current = experts_of(self._placements[layer.name], self._num_ranks)
-        target = plan_target(self._loads[layer.name].tolist(), current)
+        loads = self._loads[layer.name].tolist()
+        target = plan_target(loads, current, self._num_groups, self._config.num_nodes)
         self._end_layer(None if target is None else (layer, target))
 
     def _end_layer(self, following: tuple[BalancedLayer, Target] | None = None) -> None:
