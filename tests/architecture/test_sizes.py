@@ -28,7 +28,7 @@ BUDGETS = {
     "executor": 583,
     "frontend": 1528,
     "grammar": 348,
-    "kernels": 4884,
+    "kernels": 4886,
     "kv_transfer": 6476,
     "layers": 329,
     "loadgen": 453,

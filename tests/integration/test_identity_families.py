@@ -340,13 +340,7 @@ def test_fp8_blocks_are_the_values_they_stand_for(
     families: Families, tmp_path: Path, name: str, arguments: dict[str, Any]
 ) -> None:
     quantized, twin = quantize_in_blocks(families.path(name), tmp_path)
-    found: list[list[Answer]] = []
-    for path, changes in ((twin, {}), (quantized, arguments)):
-        llm = engine(path, **changes)
-        found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
-        llm.shutdown()
-    assert found[0] == found[1]
-    assert found[0] != families.expected(name)
+    assert check_twins(quantized, twin, arguments) != families.expected(name)
 
 
 # Layers that stay quantized, and that do not; the rest differ in what the unit tests of formats cover.
@@ -370,13 +364,15 @@ def test_experts_in_4_bit_floats_are_the_values_they_stand_for(families: Familie
     check_twins(*quantize_experts(families.path("gpt-oss"), tmp_path), {"tensor_parallel_size": 2})
 
 
-def check_twins(quantized: Path, twin: Path, arguments: dict[str, Any]) -> None:
+def check_twins(quantized: Path, twin: Path, arguments: dict[str, Any]) -> list[Answer]:
+    """Returns the answers of both."""
     found: list[list[Answer]] = []
     for path, changes in ((twin, {}), (quantized, arguments)):
         llm = engine(path, **changes)
         found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
         llm.shutdown()
     assert found[0] == found[1]
+    return found[0]
 
 
 @pytest.fixture(scope="module")

@@ -66,5 +66,7 @@ def test_the_flags_are_those_of_a_cpu_and_bfloat16() -> None:
         name = next(iter(changes))
         with pytest.raises(ConfigError, match=rf"{name}=int8 needs a CPU and bfloat16"):
             resolve(EngineArgs(**changes))
+    with pytest.raises(ConfigError, match="round weights for a CPU"):
+        resolve(EngineArgs(quantization="int8")).on_device("cuda")
     with pytest.raises(ConfigError, match="quantization"):
         resolve(EngineArgs(quantization="int3"))

@@ -274,7 +274,9 @@ class EngineConfig:
     kv_transfer: KVTransferConfig | None
 
     def on_device(self, device: str) -> EngineConfig:
-        """Returns the configuration with the defaults for this device, "cpu" or "cuda"."""
+        """Returns the configuration with the defaults for this device, "cpu" or "cuda". Raises ConfigError if it cannot
+        be used there.
+        """
         limits, is_cpu = self.scheduler, device == "cpu"
         if not is_cpu and self.load_quantization != AS_STORED:
             raise ConfigError("quantization and quantize_head round weights for a CPU: set device cpu")

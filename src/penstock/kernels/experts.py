@@ -25,13 +25,12 @@ import torch
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PANEL, PackedFormat, PackedLinear, PackedWeights
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
-from penstock.kernels.quantized import QuantizedWeight
+from penstock.kernels.quantized import LayerWeight, reordered
 from penstock.kernels.sigmoid import sigmoid_reference
 from penstock.kernels.silu_and_mul import silu_and_mul
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
 
-Weight = torch.Tensor | QuantizedWeight
 # Of gate_up and of down, if they are quantized.
 Formats = tuple[PackedFormat | None, PackedFormat | None]
 
@@ -70,7 +69,7 @@ class ExpertWeight(Protocol):
 class GroupedExperts(Protocol):
     """The weights of the experts in some slots, and their products."""
 
-    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
         """Puts an expert into a slot: gate_up [2 own_inner, in_features], gate first, and down [out_features, inner].
 
         The tensors may be freed afterwards. Raises ValueError if one is quantized in another way than these experts.
@@ -149,13 +148,13 @@ class _Linear(Protocol):
 class ReferenceExperts:
     """One layer after another, each made by `make_linear` from its weight and bias."""
 
-    def __init__(self, shape: ExpertsShape, make_linear: Callable[[Weight, torch.Tensor | None], _Linear]) -> None:
+    def __init__(self, shape: ExpertsShape, make_linear: Callable[[LayerWeight, torch.Tensor | None], _Linear]) -> None:
         self._shape = shape
         self._make_linear = make_linear
         self._layers: dict[int, tuple[_Linear, _Linear]] = {}
         self._activate = clamped_swiglu if shape.is_clamped else silu_and_mul
 
-    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
         make = self._make_linear
         self._layers[slot] = make(gate_up, biases and biases.gate_up), make(down, biases and biases.down)
 
@@ -271,7 +270,7 @@ class NativeExperts:
         self._run_down = native.function("experts_down", "ppppn")
         self._run_combine = native.function("experts_combine", "ppppnnnni")
 
-    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
         assert gate_up.shape == (2 * self._shape.own_inner, self._shape.in_features), f"{tuple(gate_up.shape)}"
         self.gate_up_weights.store(slot, _interleave(gate_up))
         self.down_weights.store(slot, down)
@@ -341,12 +340,12 @@ class NativeExperts:
         assert x.dtype == self._shape.dtype and x.shape[1] == width and x.is_contiguous(), f"{x.dtype} {x.shape}"
 
 
-def _interleave(gate_up: Weight) -> Weight:
+def _interleave(gate_up: LayerWeight) -> LayerWeight:
     """[2 I, K] -> [panels * 2 * PANEL, K]: PANEL rows of gate, then of up, and so on; any where there are no rows."""
     inner = gate_up.shape[0] // 2
     rows = torch.arange(-(-inner // PANEL) * PANEL).clamp(max=inner - 1).view(-1, 1, PANEL)
     order = torch.cat([rows, rows + inner], 1).flatten()
-    return gate_up.reordered(order) if isinstance(gate_up, QuantizedWeight) else gate_up[order]
+    return reordered(gate_up, order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,16 @@ class QuantizedWeight:
         )
 
 
-def dense(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+LayerWeight = torch.Tensor | QuantizedWeight
+"""The weight of a linear layer, [out_features, in_features], as the checkpoint stores it."""
+
+
+def reordered(weight: LayerWeight, order: torch.Tensor) -> LayerWeight:
+    """Returns the rows of a weight in the given order, [rows] int64; a row may occur several times."""
+    return weight.reordered(order) if isinstance(weight, QuantizedWeight) else weight[order.to(weight.device)]
+
+
+def dense(weight: LayerWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Returns the weight, or the bfloat16 values of a quantized one in the model's type."""
     return weight.dequantize().to(dtype) if isinstance(weight, QuantizedWeight) else weight
 

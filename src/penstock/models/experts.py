@@ -31,13 +31,13 @@ from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.experts import Biases, ExpertsShape, Formats, GroupedExperts, make_experts
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PackedFormat
-from penstock.kernels.quantized import QuantizedWeight, dense
+from penstock.kernels.quantized import LayerWeight, QuantizedWeight, dense, reordered
 from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
 from penstock.models.decoder import DecoderLayer
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp, halves_of_pairs
-from penstock.models.weights import LayerWeight, Weights, reordered
+from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
 from penstock.parallel.topology import Share
 from penstock.utils.errors import ConfigError

@@ -17,7 +17,7 @@ from msgspec import structs
 from penstock.config.expert_parallel import ExpertParallelConfig
 from penstock.config.quantization import AS_STORED, LOADED_GROUP, LoadQuantization
 from penstock.kernels.dispatch import has_gpu_kernels
-from penstock.kernels.quantized import QuantizedWeight, dense, quantize_absmax
+from penstock.kernels.quantized import LayerWeight, QuantizedWeight, dense, quantize_absmax, reordered
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import (
@@ -67,14 +67,6 @@ def staged(
 
 _Piece = tuple[str, int, range]
 """The name of a tensor, its number of rows, and those to read."""
-
-LayerWeight = torch.Tensor | QuantizedWeight
-"""The weight of a linear layer, [out_features, in_features], as the checkpoint stores it."""
-
-
-def reordered(weight: LayerWeight, order: torch.Tensor) -> LayerWeight:
-    """Returns the rows of a weight in the given order, [rows] int64."""
-    return weight.reordered(order) if isinstance(weight, QuantizedWeight) else weight[order.to(weight.device)]
 
 
 def _join_alike(parts: Iterable[LayerWeight]) -> Iterator[LayerWeight]:

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.experts import CLAMP_ALPHA, CLAMP_LIMIT, Biases, ExpertsShape, Groups, Weight, group_reference
-from penstock.kernels.quantized import dense
+from penstock.kernels.experts import CLAMP_ALPHA, CLAMP_LIMIT, Biases, ExpertsShape, Groups, group_reference
+from penstock.kernels.quantized import LayerWeight, dense
 from penstock.kernels.triton.linear.device import load_rows
 from penstock.kernels.triton.linear.tiles import grouped
 from penstock.kernels.triton.segments import find_segment, first_row
@@ -85,7 +85,7 @@ class TritonExperts:
         self._gate_up = GroupedProduct(gate_up, biases and biases.gate_up, activation)
         self._down = GroupedProduct(down, biases and biases.down)
 
-    def store(self, slot: int, gate_up: Weight, down: Weight, biases: Biases | None = None) -> None:
+    def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
         self._gate_up.weight[slot] = dense(gate_up, self._gate_up.weight.dtype)
         self._down.weight[slot] = dense(down, self._down.weight.dtype)
         if self._gate_up.bias is not None and self._down.bias is not None:
