@@ -199,7 +199,43 @@ def _report_as_tiers(original: Original, self: Any, finished: Any) -> KVConnecto
     return KVConnectorOutput(tuple(map(renamed, original(self, finished).reports)))
 
 
+def _publish_current_state(original: Original, self: Any, holding: Any) -> None:
+    last = len(holding.tables[0]) - 1
+    for number, group in enumerate(self._groups):
+        if group.spec.is_recurrent and last > 0 and len(holding.request.block_hashes) >= last:
+            holding.tables[number][holding.num_computed - 1] = holding.tables[number][last]
+    original(self, holding)
+
+
 BUGS = (
+    bug(
+        "a prefix hit ends where there is no state",
+        "recurrent",
+        changes(
+            f"{_KV}._longest_hit",
+            lambda original, self, request, length, with_states: original(self, request, length, with_states=False),
+        ),
+    ),
+    bug(
+        "a state is published before it contains the accepted drafts",
+        "recurrent",
+        changes(f"{_KV}._num_stored_tokens", lambda original, self, request: request.num_processed_tokens),
+    ),
+    bug(
+        "the state of an unfinished block is published",
+        "recurrent",
+        changes(f"{_KV}._publish_last_state", _publish_current_state),
+    ),
+    bug(
+        "there is no room for the state before drafts",
+        "recurrent",
+        changes(
+            "core.kv_cache_groups:RecurrentGroup.blocks_to_allocate",
+            lambda original, self, first, end, num_tokens, checkpoints: original(
+                self, first, end, num_tokens + self.num_uncertain_tokens, checkpoints
+            ),
+        ),
+    ),
     bug(
         "a stage applies results of a row's previous owner",
         "pipeline_row_reuse",

@@ -59,7 +59,7 @@ def test_the_reallocation_of_a_pinned_block_is_detected() -> None:
     (block,) = pool.allocate(1)
     pool.pin(WRITER, [block], writes=True)
     pool.release([block])
-    pool._free.append(block)  # the bug
+    pool._kv.free.append(block)  # the bug
     assert pool.allocate(1) == [block]
     with pytest.raises(AssertionError, match=r"was reallocated while writer#0\.1 pinned it"):
         pool.check_integrity([[block]])

@@ -491,14 +491,14 @@ def test_layers_that_the_model_does_not_run_are_loaded_at_once(tmp_path: Path) -
     given = context(cache=cache, **EXAMPLE, kv_connector_extra_config=extra)
     pair = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
     memory = OracleMemory(cache, (0, 0), range(2))
-    content = memoryview(bytes(range(memory.stride)))
+    content = memoryview(bytes(range(memory.stride("draft.0"))))
     memory.write_layer("draft.0", 1, content)
     pair[1].register_kv_caches(memory)
     pair[0].on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
     pair[1].begin_step(pair[0].build_connector_meta(SchedulerOutput(step=1)))
     pair[1].end_step()
     assert load(pair, 2).status is TransferStatus.DONE
-    memory.read_layer("draft.0", 3, memoryview(found := bytearray(memory.stride)))
+    memory.read_layer("draft.0", 3, memoryview(found := bytearray(memory.stride("draft.0"))))
     assert found == content
 
 

@@ -53,9 +53,18 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         ("device", f"{device}, {info.kernels} kernels{threads}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", cache),
+        *((("states", _describe_states(info)),) if info.num_states else ()),
         ("loaded in", f"{info.load_seconds:.1f} s"),
     )
     return "\n".join(f"  {name:<9}  {value}" for name, value in rows)
+
+
+def _describe_states(info: EngineInfo) -> str:
+    size = info.state_cache_bytes / info.num_states / 2**20
+    return (
+        f"{info.state_cache_bytes / 2**30:.2f} GiB, {info.num_states:,} of recurrent layers, of {size:.1f} MiB each; "
+        f"kept every {info.checkpoint_interval:,} tokens"
+    )
 
 
 def announce(line: str) -> None:

@@ -128,6 +128,18 @@ class EngineArgs:
         unit="bytes",
     )
     num_gpu_blocks_override: int | None = argument(CACHE, None, "number of KV blocks, instead of a size")
+    state_cache_share: float = argument(
+        CACHE,
+        0.5,
+        "share of the KV cache's memory that holds states, if the model has recurrent layers",
+        metavar="SHARE",
+    )
+    state_checkpoint_interval: int | None = argument(
+        CACHE,
+        None,
+        "keep the state of recurrent layers after every so many tokens, besides the ends of prompts and answers "
+        "(default: as many tokens as have KV of a state's size)",
+    )
     scheduling_policy: str = argument(STEPS, "fcfs", "order of waiting requests", POLICIES)
     async_scheduling: bool | None = argument(
         STEPS, None, "schedule step n+1 while step n runs (default: on a GPU; docs/PERFORMANCE.md)"
@@ -233,7 +245,8 @@ class ExecutionConfig:
 class CacheConfig:
     """The KV cache's budget: a number of blocks, or bytes, or a share of the device's memory, in that order.
 
-    `num_sharers` engines divide that share equally.
+    `num_sharers` engines divide that share equally. If there are recurrent layers, `state_share` of the cache holds
+    states; they are kept every `checkpoint_interval` tokens, None for a default by their size.
     """
 
     block_size: int
@@ -241,6 +254,8 @@ class CacheConfig:
     gpu_memory_utilization: float
     kv_cache_memory: int | None
     num_blocks_override: int | None
+    state_share: float = 0.5
+    checkpoint_interval: int | None = None
     num_sharers: int = 1
 
 
@@ -352,6 +367,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory=args.kv_cache_memory,
             num_blocks_override=args.num_gpu_blocks_override,
+            state_share=args.state_cache_share,
+            checkpoint_interval=args.state_checkpoint_interval,
         ),
         tokenizer_path=tokenizer_path,
         device=args.device,
@@ -461,6 +478,7 @@ def _check(args: EngineArgs) -> None:
         "max_num_seqs": 1,
         "max_model_len": 2,
         "num_gpu_blocks_override": 2,
+        "state_checkpoint_interval": 1,
         "num_threads": 1,
         "kv_cache_memory": 1,
         "max_num_queued_requests": 1,
@@ -477,6 +495,8 @@ def _check(args: EngineArgs) -> None:
         raise ConfigError(f"block_size must be a multiple of 8, got {args.block_size}")
     if not 0.0 < args.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {args.gpu_memory_utilization}")
+    if not 0.0 < args.state_cache_share < 1.0:
+        raise ConfigError(f"state_cache_share must be above 0 and below 1, got {args.state_cache_share}")
     choices = {
         "runner": RUNNERS,
         "scheduling_policy": POLICIES,

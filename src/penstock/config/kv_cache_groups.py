@@ -9,11 +9,15 @@ from penstock.utils.errors import ConfigError
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Layers with equal specs share a group. All groups must have blocks of one size, because they share one pool."""
+    """Layers with equal specs share a group. All groups must have blocks of one size, because they share one pool, but
+    for recurrent layers, which have their own.
+    """
     layers: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         layers.setdefault(spec, []).append(name)
-    sizes = {spec.block_bytes(1) for spec in layers}
+    sizes = {spec.block_bytes(1) for spec in layers if not spec.is_recurrent}
+    if sum(spec.is_recurrent for spec in layers) > 1:
+        raise ConfigError("the model has recurrent layers of several sizes; Penstock needs one size in all of them")
     if len(sizes) > 1:
         raise ConfigError(f"layers store {sorted(sizes)} bytes per token; Penstock needs one size in all layers")
     return tuple(KVCacheGroup(tuple(names), spec) for spec, names in layers.items())
@@ -26,7 +30,9 @@ def attach_layers(
 
     `num_tokens_ahead` is as in `AttachedLayer`.
     """
-    group_of_window = {group.spec.sliding_window: number for number, group in enumerate(groups)}
+    group_of_window = {
+        group.spec.sliding_window: number for number, group in enumerate(groups) if not group.spec.is_recurrent
+    }
     attached: list[AttachedLayer] = []
     for name, spec in specs.items():
         group = group_of_window.get(spec.sliding_window)
@@ -50,8 +56,9 @@ def cache_of_one_rank(
     The groups are numbered among this rank's layers alone.
     """
     groups = group_layers(specs)
-    windows = {group.spec.sliding_window for group in groups}
+    windows = {group.spec.sliding_window for group in groups if not group.spec.is_recurrent}
     # The target's layers with the drafter's window may all be on other stages.
     elsewhere = {spec.sliding_window: spec for spec in draft_specs.values() if spec.sliding_window not in windows}
     groups += tuple(KVCacheGroup((), spec) for spec in elsewhere.values())
-    return KVCacheConfig(1, block_size, groups, attach_layers(draft_specs, groups, num_tokens_ahead))
+    num_states = int(any(group.spec.is_recurrent for group in groups))
+    return KVCacheConfig(1, block_size, groups, attach_layers(draft_specs, groups, num_tokens_ahead), num_states)

@@ -12,7 +12,8 @@ fence). A block is reallocated only when it has neither owner nor pin. `release`
 transfer and `on_step_processed` a fence; each ends at its own terminal event and never because time has passed. Each
 allocation increments the block's generation, by which `unpin` checks that a pinned block has not been reallocated.
 
-Block 0 is the null block: it has no owner and is never allocated.
+Block 0 is the null block: it has no owner and is never allocated. A model with recurrent layers has a second kind of
+blocks, for their states: the same rules apply to them, and only allocation and availability are counted by kind.
 """
 
 from __future__ import annotations
@@ -61,20 +62,42 @@ class _Pinned:
 def _ignore_removal(_: BlockKey) -> None: ...
 
 
+class _Available:
+    """The available blocks of one kind: first those without content, the last freed first, then cached ones by last
+    use.
+    """
+
+    def __init__(self, block_ids: range) -> None:
+        self.num_usable = len(block_ids)
+        self.free = list(reversed(block_ids))
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.free) + len(self.evictable)
+
+    def take(self, num_blocks: int) -> list[int]:
+        assert num_blocks <= len(self), (num_blocks, len(self))
+        block_ids = [self.free.pop() for _ in range(min(num_blocks, len(self.free)))]
+        return block_ids + [self.evictable.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids))]
+
+
 class BlockPool:
-    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be allocated, which may be zero.
+    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be allocated, which may be zero; then
+    `num_states` blocks for states.
 
     `on_removed` is called with the key of content that no block has any more.
     """
 
-    def __init__(self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _ignore_removal) -> None:
+    def __init__(
+        self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _ignore_removal, num_states: int = 0
+    ) -> None:
         assert num_blocks >= 1, num_blocks
         self._on_removed = on_removed
         self.num_usable = num_blocks - 1
-        self._blocks = [Block() for _ in range(num_blocks)]
-        # Available blocks: first those without content, the last freed first, then cached ones by last use.
-        self._free = list(range(num_blocks - 1, 0, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._first_state = num_blocks
+        self._blocks = [Block() for _ in range(num_blocks + num_states)]
+        self._kv = _Available(range(1, num_blocks))
+        self._states = _Available(range(num_blocks, num_blocks + num_states))
         self._cached: dict[BlockKey, dict[int, None]] = {}
         self._pinned: dict[TransferId, _Pinned] = {}
         self._fences: OrderedDict[int, list[int]] = OrderedDict()
@@ -82,13 +105,33 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Returns the number of blocks that can be allocated now."""
-        return len(self._free) + len(self._evictable)
+        """Returns the number of blocks that can be allocated now, without those for states."""
+        return len(self._kv)
 
     @property
-    def num_fenced(self) -> int:
-        """Returns the number of unowned blocks that become available once the steps in flight are processed."""
-        return sum(self._blocks[i].num_owners == 0 for ids in self._fences.values() for i in ids)
+    def is_unused(self) -> bool:
+        """Returns whether no block of any kind has an owner or a pin."""
+        return all(len(kind) == kind.num_usable for kind in (self._kv, self._states))
+
+    def has_room(self, num_blocks: int, num_states: int, taken: Sequence[int] = (), with_fenced: bool = False) -> bool:
+        """Returns whether so many blocks of each kind can be allocated after `taken`, which exist, are acquired;
+        `with_fenced` counts unowned blocks that become available once the steps in flight are processed.
+        """
+        room, room_for_states = len(self._kv) - num_blocks, len(self._states) - num_states
+        for block_id in taken:
+            room -= block_id in self._kv.evictable
+            room_for_states -= block_id in self._states.evictable
+        if with_fenced:
+            fenced = [i for ids in self._fences.values() for i in ids if self._blocks[i].num_owners == 0]
+            states = sum(self._is_state(block_id) for block_id in fenced)
+            room, room_for_states = room + len(fenced) - states, room_for_states + states
+        return room >= 0 and room_for_states >= 0
+
+    def _is_state(self, block_id: int) -> bool:
+        return block_id >= self._first_state
+
+    def _kind(self, block_id: int) -> _Available:
+        return self._states if self._is_state(block_id) else self._kv
 
     def state(self, block_id: int) -> BlockState:
         block = self._blocks[block_id]
@@ -99,8 +142,10 @@ class BlockPool:
         return BlockState.CACHED if block.key is not None else BlockState.FREE
 
     def map(self, max_cells: int) -> BlockMap:
-        """Returns the states of the pool's blocks, without the null block, as at most `max_cells` letters."""
-        letters = [self._letter(block_id) for block_id in range(1, len(self._blocks))]
+        """Returns the states of the pool's blocks, without the null block and those of recurrent layers, as at most
+        `max_cells` letters.
+        """
+        letters = [self._letter(block_id) for block_id in range(1, self._first_state)]
         per_cell = max(1, cdiv(len(letters), max_cells))
         cells = (max(letters[start : start + per_cell], key=_BUSY.index) for start in range(0, len(letters), per_cell))
         counts = Counter(letters)
@@ -111,11 +156,9 @@ class BlockPool:
         is_pinned = block.num_pins and not (block.num_writers or block.num_owners)
         return "p" if is_pinned else self.state(block_id).value
 
-    def allocate(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int, for_states: bool = False) -> list[int]:
         """Allocates blocks with one owner each, evicting the oldest cached content first."""
-        assert num_blocks <= self.num_available, (num_blocks, self.num_available)
-        block_ids = [self._free.pop() for _ in range(min(num_blocks, len(self._free)))]
-        block_ids += [self._evictable.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids))]
+        block_ids = (self._states if for_states else self._kv).take(num_blocks)
         for block_id in block_ids:
             block = self._blocks[block_id]
             self._forget(block_id)
@@ -134,11 +177,11 @@ class BlockPool:
             block = self._blocks[block_id]
             assert block.key is not None, f"block {block_id} is shared without published content"
             block.num_owners += 1
-            self._evictable.pop(block_id, None)
+            self._kind(block_id).evictable.pop(block_id, None)
 
-    def num_to_take(self, block_ids: Iterable[int]) -> int:
-        """Returns how many of these blocks `acquire` would remove from the available ones."""
-        return sum(block_id in self._evictable for block_id in block_ids)
+    def is_published(self, block_id: int) -> bool:
+        """Returns whether the block's content can be found by its hash."""
+        return self._blocks[block_id].key is not None
 
     def publish(self, block_id: int, key: BlockKey) -> bool:
         """Adds an owned, complete block to the prefix cache; returns True when no other block has this content.
@@ -193,7 +236,7 @@ class BlockPool:
             pinned.blocks.append((block_id, block.generation))
             block.num_pins += 1
             block.num_writers += writes
-            self._evictable.pop(block_id, None)
+            self._kind(block_id).evictable.pop(block_id, None)
 
     def unpin(self, transfer_id: TransferId) -> None:
         """Removes the pins of a transfer that has ended, with success or failure."""
@@ -206,12 +249,13 @@ class BlockPool:
 
     def clear_cache(self) -> bool:
         """Removes all cached content. Returns False, and does nothing, while any block has an owner or a pin."""
-        if self.num_available != self.num_usable:
+        if not self.is_unused:
             return False
-        self._free.extend(self._evictable)
-        for block_id in self._evictable:
-            self._forget(block_id)
-        self._evictable.clear()
+        for kind in (self._kv, self._states):
+            kind.free.extend(kind.evictable)
+            for block_id in kind.evictable:
+                self._forget(block_id)
+            kind.evictable.clear()
         return True
 
     def _remove_pins(self, block_ids: Iterable[int]) -> None:
@@ -230,9 +274,9 @@ class BlockPool:
             if block.num_pins:
                 continue
             if block.key is None:
-                self._free.append(block_id)
+                self._kind(block_id).free.append(block_id)
             else:
-                self._evictable[block_id] = None
+                self._kind(block_id).evictable[block_id] = None
 
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -261,8 +305,11 @@ class BlockPool:
         for ids in self._fences.values():
             for block_id in ids:
                 pins[block_id] += 1
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        free = {*self._kv.free, *self._states.free}
+        assert len(free) == len(self._kv.free) + len(self._states.free), "a block is free twice"
+        assert all(map(self._is_state, self._states.free)) and not any(map(self._is_state, self._kv.free)), (
+            "mixed kinds"
+        )
         for block_id, block in enumerate(self._blocks):
             found = (block.num_owners, block.num_pins, block.num_writers)
             expected = (owners[block_id], pins[block_id], writers[block_id])
@@ -270,7 +317,8 @@ class BlockPool:
             is_available = block_id != NULL_BLOCK and not owners[block_id] and not pins[block_id]
             is_empty = block.key is None
             assert (block_id in free) == (is_available and is_empty), f"block {block_id}: {block}"
-            assert (block_id in self._evictable) == (is_available and not is_empty), f"block {block_id}: {block}"
+            is_evictable = block_id in self._kind(block_id).evictable
+            assert is_evictable == (is_available and not is_empty), f"block {block_id}: {block}"
             if block.key is not None:
                 assert block_id in self._cached.get(block.key, {}), f"block {block_id} lost its entry"
         num_entries = sum(len(ids) for ids in self._cached.values())

@@ -3,16 +3,19 @@
 A request's block table has one entry per block from the start of its prompt, in every group; entries that its group
 no longer needs (before a sliding window) are the null block. A model that stores no KV has no groups: its requests
 have no tables and need no blocks.
+
+A block of recurrent layers holds the state after its last computed token. Only checkpoints, states after whole blocks
+that later requests are likely to begin with, are published.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.core.block_pool import BlockPool
-from penstock.core.kv_cache_groups import AttentionGroup
+from penstock.core.kv_cache_groups import Checkpoints, make_groups
 from penstock.core.kv_events import KVEventRecorder
 from penstock.core.request import Request, RequestStatus
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
@@ -24,23 +27,41 @@ from penstock.utils.math import cdiv
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks from the start of a request: `block_ids[group][i]`, the null block where a group needs none."""
+    """Cached blocks from the start of a request: `block_ids[group][i]`, the null block where a group needs none.
+
+    All groups but the recurrent ones have the first `num_shared_blocks`.
+    """
 
     block_ids: BlockIds
     num_blocks: int
     num_tokens: int
+    num_shared_blocks: int = 0
 
 
 @dataclass(slots=True)
 class _Holding:
     """The blocks of one request, by group. The first `num_published` have been published, or were its hit; those up to
     `num_to_publish` count as being computed.
+
+    `published` has the same blocks without the unpublished ones of recurrent layers. The first `num_computed` are
+    complete, the last of them by a step. Before block `num_released[group]` a group has released what it had.
     """
 
     request: Request
+    checkpoints: Checkpoints
     tables: tuple[list[int], ...]
+    published: tuple[list[int], ...]
     num_published: int
     num_to_publish: int
+    num_released: list[int]
+    num_computed: int = 0
+
+    def hashes(self, first: int, end: int, has_states: bool) -> Iterable[bytes]:
+        """Returns the hashes of the blocks [first, end) after which another request can begin."""
+        hashes = self.request.block_hashes[first:end]
+        if not has_states:
+            return hashes
+        return [each for index, each in enumerate(hashes, first) if index in self.checkpoints]
 
 
 class KVCacheManager:
@@ -48,14 +69,16 @@ class KVCacheManager:
         self, config: KVCacheConfig, enable_prefix_caching: bool, recorder: KVEventRecorder | None = None
     ) -> None:
         self._recorder = recorder or KVEventRecorder()
-        self.pool = BlockPool(config.num_blocks, self._recorder.on_removed)
+        self.pool = BlockPool(config.num_blocks, self._recorder.on_removed, config.num_states)
         self.block_size = config.block_size
         self.num_tokens_ahead = config.num_tokens_ahead
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
         self._enable_prefix_caching = enable_prefix_caching
-        self._groups = [AttentionGroup(group.spec, config.block_size) for group in config.groups]
+        self._groups = make_groups(config)
         self._has_windows = any(group.spec.sliding_window for group in config.groups)
+        self._has_states = config.has_states
+        self._checkpoint_blocks = config.checkpoint_interval // config.block_size
         self._no_blocks: BlockIds = ((),) * len(config.groups)
         self._holdings: dict[str, _Holding] = {}
         # By hash, how many requests that run will publish the block.
@@ -75,26 +98,36 @@ class KVCacheManager:
         if not self._enable_prefix_caching or not request.uses_prefix_cache:
             length = 0
         hashes = request.block_hashes
-        while length > 0:
-            before = length
-            for number, group in enumerate(self._groups):
-                length = group.longest_hit(lambda i, n=number: self.pool.find((n, hashes[i])) is not None, length)
-            if length == before:
-                break
+        shared = length = self._longest_hit(request, length, with_states=False)
+        if self._has_states:
+            length = self._longest_hit(request, length, with_states=True)
         num_tokens = length * self.block_size
         block_ids: list[tuple[int, ...]] = []
         for number, group in enumerate(self._groups):
             first = group.first_needed_block(num_tokens)
             found = [self.pool.find((number, hashes[i])) for i in range(first, length)]
             block_ids.append((NULL_BLOCK,) * min(first, length) + tuple(i for i in found if i is not None))
-        return PrefixHit(tuple(block_ids), length, num_tokens)
+        return PrefixHit(tuple(block_ids), length, num_tokens, shared)
+
+    def _longest_hit(self, request: Request, length: int, with_states: bool) -> int:
+        hashes = request.block_hashes
+        groups = [each for each in enumerate(self._groups) if with_states or not each[1].spec.is_recurrent]
+        while length > 0:
+            before = length
+            for number, group in groups:
+                length = group.longest_hit(lambda i, n=number: self.pool.find((n, hashes[i])) is not None, length)
+            if length == before:
+                break
+        return length
 
     def is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
         """Returns whether a running request will soon publish the block after this hit, so that waiting saves work."""
         if not self._enable_prefix_caching or not request.uses_prefix_cache:
             return False
-        within_prompt = hit.num_blocks < (request.num_tokens - 1) // self.block_size
-        return within_prompt and self._being_computed[request.block_hashes[hit.num_blocks]] > 0
+        end = (request.num_tokens - 1) // self.block_size
+        if not self._has_states:
+            end = min(end, hit.num_blocks + 1)
+        return any(self._being_computed[each] for each in request.block_hashes[hit.num_blocks : end])
 
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int, num_external: int = 0) -> BlockIds | None:
         """Assigns a request its hit and blocks for `num_tokens` tokens in total; None when there are too few blocks.
@@ -106,13 +139,14 @@ class KVCacheManager:
         num_present = hit.num_tokens + num_external
         needed = [group.first_needed_block(num_present) for group in self._groups]
         starts = [min(max(hit.num_blocks, first), num_present // self.block_size) for first in needed]
-        num_new = sum(cdiv(num_tokens, self.block_size) - start for start in starts)
+        checkpoints = self._checkpoints(request, hit)
+        new = self._new_blocks(starts, num_tokens, checkpoints)
         hits = [
             [NULL_BLOCK] * min(first, hit.num_blocks) + list(ids[first:])
             for first, ids in zip(needed, hit.block_ids, strict=True)
         ]
         hit_ids = [i for ids in hits for i in ids if i != NULL_BLOCK]
-        if num_new + self.pool.num_to_take(hit_ids) > self.pool.num_available:
+        if not self.pool.has_room(*self._count(new), taken=hit_ids):
             return None
         # The hits of all groups are acquired before any allocation, or one group would evict another's hit.
         self.pool.acquire(hit_ids)
@@ -120,10 +154,28 @@ class KVCacheManager:
         tables = tuple([*ids, *gap] for ids, gap in zip(hits, skipped, strict=True))
         computes = self._enable_prefix_caching and num_tokens > num_present
         num_to_publish = len(request.block_hashes) if computes else hit.num_blocks
-        self._holdings[request.request_id] = _Holding(request, tables, hit.num_blocks, num_to_publish)
-        self._being_computed.update(request.block_hashes[hit.num_blocks : num_to_publish])
-        self._extend(tables, num_tokens)
+        self._holdings[request.request_id] = holding = _Holding(
+            request=request,
+            checkpoints=checkpoints,
+            tables=tables,
+            published=tuple(
+                list(table) if group.spec.is_recurrent else table
+                for group, table in zip(self._groups, tables, strict=True)
+            ),
+            num_published=hit.num_blocks,
+            num_to_publish=num_to_publish,
+            num_released=[0] * len(tables),
+        )
+        self._being_computed.update(holding.hashes(hit.num_blocks, num_to_publish, self._has_states))
+        self._extend(tables, new, num_tokens)
         return self.block_ids(request)
+
+    def _checkpoints(self, request: Request, hit: PrefixHit) -> Checkpoints:
+        """Returns the request's checkpoints: among others the last that an equal prompt can begin with, and where its
+        prompt differs from those that other requests have computed.
+        """
+        ends = {(request.num_tokens - 1) // self.block_size, hit.num_shared_blocks}
+        return Checkpoints(self._checkpoint_blocks, frozenset(end - 1 for end in ends))
 
     def count_hit(self, request: Request, hit: PrefixHit) -> None:
         """Records in the statistics that a request enters the runner with this hit."""
@@ -133,52 +185,70 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Allocates blocks for `num_tokens` tokens in total; returns the new ones, None when there are too few."""
-        tables = self._holdings[request.request_id].tables
+        holding = self._holdings[request.request_id]
         if self._has_windows:
-            self._release_behind_window(request, tables)
-        num_new = self._num_new_blocks(tables, num_tokens)
-        if num_new <= 0:
+            self._release_behind_window(holding)
+        if not self._lacks_blocks(holding, num_tokens):
             return self._no_blocks
-        if num_new * len(self._groups) > self.pool.num_available:
+        new = self._new_blocks(map(len, holding.tables), num_tokens, holding.checkpoints)
+        if not self.pool.has_room(*self._count(new)):
             return None
-        return self._extend(tables, num_tokens)
+        return self._extend(holding.tables, new, num_tokens)
 
     def could_grow_after_steps_in_flight(self, request: Request, num_tokens: int) -> bool:
         """Returns whether `grow` would succeed once the blocks that wait for steps in flight are available."""
-        num_new = max(0, self._num_new_blocks(self._holdings[request.request_id].tables, num_tokens))
-        return num_new * len(self._groups) <= self.pool.num_available + self.pool.num_fenced
+        holding = self._holdings[request.request_id]
+        new = self._new_blocks(map(len, holding.tables), num_tokens, holding.checkpoints)
+        return self.pool.has_room(*self._count(new), with_fenced=True)
 
     def publish(self, request: Request) -> tuple[int, int]:
         """Adds full blocks whose KV is in place to the prefix cache, based on processed (exact) counts.
 
         Returns the range [first, end) of these blocks.
         """
-        first = self._holdings[request.request_id].num_published
-        end = request.num_processed_tokens // self.block_size
+        holding = self._holdings[request.request_id]
+        first = holding.num_published
+        end = self._num_stored_tokens(request) // self.block_size
         if end > first:
             # Tokens computed after a request's end have no hash.
             end = min(end, len(request.block_hashes))
         if end <= first or not self._enable_prefix_caching:
             return first, first
-        self._publish(request, first, end, frozenset())
+        chosen = [
+            [index for index in range(first, end) if group.publishes(index, holding.checkpoints)]
+            for group in self._groups
+        ]
+        self._publish(holding, end, chosen)
+        holding.num_computed = end
         return first, end
+
+    def _num_stored_tokens(self, request: Request) -> int:
+        """Returns the tokens that every group has stored: a state is that before the drafts of the last step."""
+        return request.num_processed_tokens - (request.num_last_accepted if self._has_states else 0)
 
     def publish_loaded(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> int:
         """Adds the loaded blocks [first, end) to the prefix cache, except the bad ones, (group, index).
 
         Returns how many tokens at their head are complete in all groups.
         """
-        self._publish(request, first, end, bad)
+        right = [[i for i in range(first, end) if (group, i) not in bad] for group in range(len(self._groups))]
+        self._publish(self._holdings[request.request_id], end, right)
         bad_indices = [index for _, index in bad if index >= first]
         return (min([end, *bad_indices]) - first) * self.block_size
 
-    def _publish(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> None:
-        hashes, holding = request.block_hashes, self._holdings[request.request_id]
+    def _publish(self, holding: _Holding, end: int, chosen: Sequence[Sequence[int]]) -> None:
+        """Adds the chosen blocks of each group, all before `end`, to the prefix cache."""
+        request = holding.request
         self._end_computing(holding, end)
         for number, table in enumerate(holding.tables):
-            right = (i for i in range(first, end) if table[i] != NULL_BLOCK and (number, i) not in bad)
-            stored = [i for i in right if self.pool.publish(table[i], (number, hashes[i]))]
+            present = [i for i in chosen[number] if table[i] != NULL_BLOCK]
+            stored = [i for i in present if self.pool.publish(table[i], (number, request.block_hashes[i]))]
             self._recorder.on_stored(request, number, stored)
+            published = holding.published[number]
+            if published is not table:
+                published += [NULL_BLOCK] * (end - len(published))
+                for index in present:
+                    published[index] = table[index]
         holding.num_published = end
 
     def pin(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
@@ -194,14 +264,16 @@ class KVCacheManager:
         """Returns the request's block table in every group."""
         return tuple(tuple(table) for table in self._holdings[request.request_id].tables)
 
-    def block_table(self, request: Request) -> BlockTable:
-        """Returns the same as `block_ids`, without a copy."""
-        return self._holdings[request.request_id].tables
+    def published_blocks(self, request: Request) -> BlockTable:
+        """Returns the same without the unpublished blocks of recurrent layers, and without a copy."""
+        return self._holdings[request.request_id].published
 
     def release(self, request: Request, fence: int) -> None:
         """Takes all blocks from a request; they stay untouched until step `fence` has been processed."""
         holding = self._holdings.pop(request.request_id)
         self._end_computing(holding, holding.num_to_publish)
+        if self._has_states and self._enable_prefix_caching:
+            self._publish_last_state(holding)
         for table in holding.tables:
             self.pool.release(table, fence)
 
@@ -213,35 +285,65 @@ class KVCacheManager:
         """Removes all cached prefixes; returns False, and does nothing, while any request holds blocks."""
         return self.pool.clear_cache()
 
-    def _num_new_blocks(self, tables: tuple[list[int], ...], num_tokens: int) -> int:
-        """Returns how many blocks each group lacks for `num_tokens` tokens; negative if it has more than enough."""
-        return cdiv(num_tokens, self.block_size) - len(tables[0]) if tables else 0
+    def _publish_last_state(self, holding: _Holding) -> None:
+        """Publishes the state after the last whole block: the next request of a conversation begins with it."""
+        last = holding.num_computed - 1
+        for number, group in enumerate(self._groups):
+            if not group.spec.is_recurrent or last < 0:
+                continue
+            block_id, key = holding.tables[number][last], (number, holding.request.block_hashes[last])
+            if block_id != NULL_BLOCK and not self.pool.is_published(block_id) and self.pool.publish(block_id, key):
+                self._recorder.on_stored(holding.request, number, [last])
 
-    def _extend(self, tables: Iterable[list[int]], num_tokens: int) -> BlockIds:
+    def _lacks_blocks(self, holding: _Holding, num_tokens: int) -> bool:
+        return bool(holding.tables) and len(holding.tables[0]) < cdiv(num_tokens, self.block_size)
+
+    def _new_blocks(self, starts: Iterable[int], num_tokens: int, checkpoints: Checkpoints) -> list[Sequence[int]]:
+        """Returns the indices of the blocks that each group needs from `starts` on, for `num_tokens` in total."""
+        end = cdiv(num_tokens, self.block_size)
+        return [
+            group.blocks_to_allocate(start, end, num_tokens, checkpoints)
+            for group, start in zip(self._groups, starts, strict=True)
+        ]
+
+    def _count(self, new: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Returns how many of these are blocks of tokens, and of states."""
+        of_states = sum(len(each) for group, each in zip(self._groups, new, strict=True) if group.spec.is_recurrent)
+        return sum(map(len, new)) - of_states, of_states
+
+    def _extend(self, tables: Iterable[list[int]], new: Iterable[Sequence[int]], num_tokens: int) -> BlockIds:
+        end = cdiv(num_tokens, self.block_size)
         new_ids: list[tuple[int, ...]] = []
-        for table in tables:
-            new = self.pool.allocate(max(0, cdiv(num_tokens, self.block_size) - len(table)))
-            table.extend(new)
-            new_ids.append(tuple(new))
+        for group, table, indices in zip(self._groups, tables, new, strict=True):
+            allocated = self.pool.allocate(len(indices), group.spec.is_recurrent)
+            start = len(table)
+            if len(indices) < end - start:
+                by_index = dict(zip(indices, allocated, strict=True))
+                allocated = [by_index.get(index, NULL_BLOCK) for index in range(start, end)]
+            table.extend(allocated)
+            new_ids.append(tuple(allocated))
         return tuple(new_ids)
 
-    def _release_behind_window(self, request: Request, tables: tuple[list[int], ...]) -> None:
+    def _release_behind_window(self, holding: _Holding) -> None:
         # Uses the processed count: a step in flight still reads the window of its own, earlier position.
-        for group, table in zip(self._groups, tables, strict=True):
-            index = group.first_needed_block(request.num_processed_tokens) - 1
-            gone: list[int] = []
-            while index >= 0 and table[index] != NULL_BLOCK:
-                gone.append(table[index])
-                table[index] = NULL_BLOCK
-                index -= 1
+        request = holding.request
+        num_tokens = self._num_stored_tokens(request)
+        for number, (group, table) in enumerate(zip(self._groups, holding.tables, strict=True)):
+            end = group.first_needed_block(num_tokens)
+            if group.spec.is_recurrent and not request.num_output_tokens:
+                # Whoever continues the prompt elsewhere begins with the state at its end.
+                end = min(end, (request.num_tokens - 1) // self.block_size - 1)
+            gone = range(holding.num_released[number], end)
             if gone:
-                self.pool.release(gone[::-1])
+                self.pool.release([table[index] for index in gone])
+                table[gone.start : gone.stop] = [NULL_BLOCK] * len(gone)
+                holding.num_released[number] = end
 
     def _end_computing(self, holding: _Holding, end: int) -> None:
         """Called when the blocks up to `end` are no longer being computed by this request."""
         # A hash that became known after the admission is not counted.
         end = min(end, holding.num_to_publish)
-        for block_hash in holding.request.block_hashes[holding.num_published : end]:
+        for block_hash in holding.hashes(holding.num_published, end, self._has_states):
             self._being_computed[block_hash] -= 1
             if not self._being_computed[block_hash]:
                 del self._being_computed[block_hash]
@@ -256,6 +358,6 @@ class KVCacheManager:
             assert len({len(table) for table in each.tables}) <= 1, f"{request.request_id}: groups differ in length"
             # A request that waits for its KV computes nothing, and may never get it.
             if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
-                computed.update(request.block_hashes[each.num_published : each.num_to_publish])
+                computed.update(each.hashes(each.num_published, each.num_to_publish, self._has_states))
         counts = (len(self._being_computed), len(computed))
         assert dict(self._being_computed) == dict(computed), f"hashes being computed: counted and found {counts}"

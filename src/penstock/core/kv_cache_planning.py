@@ -16,10 +16,21 @@ def blocks_for_one_request(
     """
     total = 0
     for group in groups:
+        if group.spec.is_recurrent:
+            continue
         window = group.spec.sliding_window
         held = num_tokens if not window else min(num_tokens, window + max_in_flight)
         total += cdiv(held, block_size) + (1 if window else 0)
     return total
+
+
+def states_for_one_request(max_num_in_flight: int, max_in_flight: int, checkpoint_interval: int) -> int:
+    """Returns the maximum number of states that a request holds at once.
+
+    They are those that each of the steps in flight reads and writes, those of the last one, the checkpoints among the
+    at most `max_in_flight` tokens that these steps compute, and two other checkpoints.
+    """
+    return 2 * (max_num_in_flight + 1) + max_in_flight // checkpoint_interval + 1 + 2
 
 
 def plan_kv_cache(
@@ -52,7 +63,7 @@ def plan_kv_cache(
 def longest_request(groups: tuple[KVCacheGroup, ...], block_size: int, num_blocks: int, max_in_flight: int) -> int:
     """Returns the length of the longest request, in tokens, that fits into `num_blocks` blocks."""
     low, high = 0, num_blocks * block_size
-    if all(group.spec.sliding_window for group in groups):
+    if all(group.spec.sliding_window for group in groups if not group.spec.is_recurrent):
         high = 1 << 40
     while low < high:
         middle = (low + high + 1) // 2

@@ -55,6 +55,8 @@ class Request:
     In both, drafts in flight count as accepted; rejected ones are subtracted when their step is processed. `num_drafts`
     is the number of drafts that the device will hold for the next step.
 
+    `num_last_accepted` is how many drafts of the last processed step were accepted.
+
     `num_samples_in_flight` counts the steps in flight that sample for it, `last_sampling_step` is the newest of them.
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
     """
@@ -74,6 +76,7 @@ class Request:
         self.num_samples_in_flight = 0
         self.last_sampling_step = 0
         self.num_drafts = 0
+        self.num_last_accepted = 0
         self.num_cached_tokens = 0
         self.num_tokens_at_admission = 0
         self.admission = 0
@@ -170,6 +173,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_samples_in_flight = 0
         self.num_drafts = 0
+        self.num_last_accepted = 0
         self.prompt_logprobs.clear()
 
     def on_scheduled(self, step: int, num_tokens: int, num_drafts: int, num_new_drafts: int) -> bool:
@@ -191,6 +195,7 @@ class Request:
     def on_processed(self, num_tokens: int, num_drafts: int, num_sampled: int) -> None:
         """Counts a processed step of `num_tokens` that sampled `num_sampled` tokens: one, and the accepted drafts."""
         self.num_in_flight_tokens -= num_tokens
+        self.num_last_accepted = max(0, num_sampled - 1)
         if num_sampled:
             self.num_output_placeholders -= 1 + num_drafts
             self.num_samples_in_flight -= 1

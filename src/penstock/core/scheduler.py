@@ -385,7 +385,7 @@ class Scheduler:
             return self._end(request, FinishReason.ERROR, str(error), is_request_error=True)
         first, end = self._kv.publish(request)
         if first < end:
-            self._connector.on_blocks_complete(request, self._kv.block_table(request), first, end)
+            self._connector.on_blocks_complete(request, self._kv.published_blocks(request), first, end)
         if not new_token_ids and request.finish_reason is None:
             return None
         params = None if request.finish_reason is None else self._finish(request, request.finish_reason)
@@ -438,7 +438,7 @@ class Scheduler:
         self.experts.check_integrity()
         assert not self._failed or self._last_admissions, "no step will report the requests that have failed"
         if not self._requests and not self._last_admissions and self._remote.is_idle:
-            assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"
+            assert self._kv.pool.is_unused, "blocks are missing at idle"
 
 
 def _check_queues(requests: Mapping[str, Request], runs: Iterable[Request], waits: Iterable[Request]) -> None:

@@ -15,7 +15,7 @@ from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
-from penstock.engine.cache_plan import bytes_per_block, plan_cache
+from penstock.engine.cache_plan import bytes_per_block, bytes_per_state, plan_cache
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.expert_memories import balanced_layers, expert_memories
 from penstock.engine.joint_cores import JointCores
@@ -160,6 +160,9 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         num_blocks=core.num_blocks,
         block_size=cache.block_size,
         kv_cache_bytes=cache.num_blocks * sum(bytes_per_block(cache, facts).values()),
+        state_cache_bytes=cache.num_states * sum(bytes_per_state(cache, facts).values()),
+        num_states=cache.num_states,
+        checkpoint_interval=cache.checkpoint_interval,
         load_seconds=SystemClock().now() - started,
         tensor_parallel_size=config.parallel.tp,
         pipeline_parallel_size=config.parallel.pp,

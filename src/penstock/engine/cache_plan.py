@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.config.kv_cache_groups import attach_layers, group_layers
-from penstock.core.kv_cache_planning import longest_request, plan_kv_cache
+from penstock.core.kv_cache_planning import longest_request, plan_kv_cache, states_for_one_request
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError
+from penstock.utils.math import cdiv, round_up
 from penstock.worker.messages import WorkerFacts
 
 logger = logging.get_logger(__name__)
 
 _MIN_BLOCKS = 2  # the null block, and one
+_LEAST_INTERVAL = 8
+"""Blocks between two checkpoints of a prompt, by default at least."""
 
 
 def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[SchedulerConfig, KVCacheConfig]:
@@ -32,8 +36,14 @@ def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[Sche
         return limits, KVCacheConfig(1, block_size, ())
     draft_specs = _whole_specs({each.shard: each.draft_kv_cache_specs for each in facts})
     attached = attach_layers(draft_specs, groups, max(each.num_tokens_ahead for each in facts))
-    per_rank = bytes_per_block(KVCacheConfig(1, block_size, groups, attached), facts)
-    num_blocks = _num_blocks(config.cache, facts, per_rank)
+    smallest = KVCacheConfig(1, block_size, groups, attached)
+    per_rank = bytes_per_block(smallest, facts)
+    if not any(per_rank.values()):
+        raise ConfigError("all layers are recurrent; Penstock needs at least one layer with attention")
+    # Recurrent layers add their share of the memory to that of every block.
+    share = config.cache.state_share if smallest.has_states else 0.0
+    costs = {shard: math.ceil(num_bytes / (1 - share)) for shard, num_bytes in per_rank.items()}
+    num_blocks = _num_blocks(config.cache, facts, costs)
     max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens + limits.num_lookahead_tokens
     longest = longest_request(groups, block_size, num_blocks, max_in_flight)
     if longest < limits.max_model_len and not config.max_model_len_is_explicit and longest >= 2:
@@ -48,14 +58,51 @@ def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[Sche
         bytes_per_block=sum(per_rank.values()),
         attached=attached,
     )
+    if planned.has_states:
+        planned = _with_states(planned, config, limits, facts)
     return limits, planned
 
 
+def _with_states(
+    planned: KVCacheConfig, config: EngineConfig, limits: SchedulerConfig, facts: Sequence[WorkerFacts]
+) -> KVCacheConfig:
+    """Adds the blocks for states. Raises ConfigError if they are too few for one request."""
+    cache, size = config.cache, planned.block_size
+    kv_bytes, state_bytes = (
+        sum(each.values()) for each in (bytes_per_block(planned, facts), bytes_per_state(planned, facts))
+    )
+    interval = cache.checkpoint_interval or max(_LEAST_INTERVAL * size, cdiv(state_bytes * size, kv_bytes))
+    interval = round_up(interval, size)
+    num_states = int(planned.num_blocks * kv_bytes * cache.state_share / (1 - cache.state_share)) // state_bytes
+    max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens
+    needed = states_for_one_request(limits.max_num_in_flight, max_in_flight, interval)
+    if num_states < needed:
+        mib = state_bytes / 2**20
+        raise ConfigError(
+            f"state_cache_share={cache.state_share} leaves room for {num_states} states of recurrent layers, of "
+            f"{mib:.1f} MiB each, and one request needs up to {needed}: raise state_cache_share, kv_cache_memory, "
+            "gpu_memory_utilization or num_gpu_blocks_override, or lower max_num_batched_tokens"
+        )
+    return replace(
+        planned,
+        num_states=num_states,
+        checkpoint_interval=interval,
+        num_uncertain_tokens=limits.max_num_drafts + limits.num_lookahead_tokens,
+    )
+
+
 def bytes_per_block(cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[ShardId, int]:
-    """Returns the bytes of one of the engine's blocks on each rank."""
-    return {
-        each.shard: cache.part({**each.kv_cache_specs, **each.draft_kv_cache_specs}).bytes_per_block for each in facts
-    }
+    """Returns the bytes of one of the engine's blocks on each rank, without recurrent layers."""
+    return {each.shard: _part(cache, each).bytes_per_block for each in facts}
+
+
+def bytes_per_state(cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[ShardId, int]:
+    """Returns the bytes of the states of the recurrent layers on each rank."""
+    return {each.shard: _part(cache, each).bytes_per_state for each in facts}
+
+
+def _part(cache: KVCacheConfig, facts: WorkerFacts) -> KVCacheConfig:
+    return cache.part({**facts.kv_cache_specs, **facts.draft_kv_cache_specs})
 
 
 def _whole_specs(by_rank: Mapping[ShardId, Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:

@@ -39,8 +39,8 @@ def warm_up(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCache
 def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]]) -> None:
     cores: list[EngineCore] = []
     for limits, cache in engines:
-        # A few blocks are enough, and a full pool would take longer to create than the steps.
-        small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
+        # A few blocks are enough, and a full pool would take longer to create than the steps. The ids of states follow.
+        small = cache if cache.has_states else replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
         scheduler = Scheduler(limits, KVCacheManager(small, False), is_warm_up=True)
         cores.append(EngineCore(scheduler, executor, limits.max_num_in_flight))
     # The engines differ at most in the lengths that their memory permits.

@@ -26,6 +26,9 @@ class KVCacheSpec:
 
     `sliding_window` is the number of tokens that a query sees, itself included; 0 means all. Other ranks have the
     `heads_before` and `heads_behind` those of `planes`.
+
+    A recurrent layer's block holds one vector of each plane and head, whatever its size in tokens: the state after the
+    last computed token of the block. The next token reads it and nothing else, as with a window of two tokens.
     """
 
     planes: tuple[KVPlane, ...]
@@ -33,6 +36,7 @@ class KVCacheSpec:
     sliding_window: int = 0
     heads_before: int = 0
     heads_behind: int = 0
+    is_recurrent: bool = False
 
     @classmethod
     def keys_and_values(
@@ -58,6 +62,14 @@ class KVCacheSpec:
         """The cache of latent attention: one vector per token, which all heads and all ranks read."""
         return cls((KVPlane("latents", 1, size),), dtype)
 
+    @classmethod
+    def states(cls, num_heads: int, head_size: int, first_head: int, total_heads: int) -> KVCacheSpec:
+        """A recurrent layer's cache: `head_size` float32 numbers for each head, which depend on no other head."""
+        plane = KVPlane("states", num_heads, head_size)
+        behind = total_heads - first_head - num_heads
+        assert first_head >= 0 and behind >= 0, f"heads {first_head} + {num_heads} of {total_heads}"
+        return cls((plane,), "float32", 2, first_head, behind, is_recurrent=True)
+
     @property
     def heads(self) -> tuple[int, int]:
         """The interval [first, end) of the model's KV heads that are stored. All planes have the same."""
@@ -72,7 +84,12 @@ class KVCacheSpec:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of this layer, all planes together."""
-        return sum(plane.num_heads * plane.head_size for plane in self.planes) * DTYPE_BYTES[self.dtype] * block_size
+        num_vectors = self.vectors_per_block(block_size)
+        return sum(plane.num_heads * plane.head_size for plane in self.planes) * DTYPE_BYTES[self.dtype] * num_vectors
+
+    def vectors_per_block(self, block_size: int) -> int:
+        """How many vectors a block has of each plane and head: one for each token, or a single state."""
+        return 1 if self.is_recurrent else block_size
 
     def first_needed_block(self, num_computed_tokens: int, block_size: int) -> int:
         """Returns the index of the request's first block that the query at position `num_computed_tokens` still
@@ -110,12 +127,37 @@ class KVCacheConfig:
     Block ids are shared by all groups: on every rank the j-th layer of every group lives in tensor j. Block 0 is the
     null block: it represents padding and blocks that left a sliding window, and is never read.
     For a model that stores nothing (an encoder) there are no groups, and the null block is the only block.
+
+    The group of recurrent layers, if there is one, has `num_states` blocks of its own size, whose ids follow those of
+    the others (`first_block`). The state after a whole block is kept for other requests (a checkpoint) at the end of a
+    prompt, at the end of an answer, and after every `checkpoint_interval` tokens. `num_uncertain_tokens` is how many
+    tokens of a request's blocks may be drafts, or room for them: the state is that before them.
     """
 
     num_blocks: int
     block_size: int
     groups: tuple[KVCacheGroup, ...]
     attached: tuple[AttachedLayer, ...] = ()
+    num_states: int = 0
+    checkpoint_interval: int = 0
+    num_uncertain_tokens: int = 0
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.spec.is_recurrent for group in self.groups)
+
+    @property
+    def num_block_ids(self) -> int:
+        """How many blocks there are of both kinds."""
+        return self.num_blocks + self.num_states
+
+    def first_block(self, spec: KVCacheSpec) -> int:
+        """Returns the lowest id of the blocks that a layer with this spec has memory for."""
+        return self.num_blocks if spec.is_recurrent else 0
+
+    def num_blocks_of(self, spec: KVCacheSpec) -> int:
+        """Returns how many blocks a layer with this spec has memory for, the null block included if it has one."""
+        return self.num_states if spec.is_recurrent else self.num_blocks
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block in all layers of a group and the layers attached to it."""
@@ -139,20 +181,27 @@ class KVCacheConfig:
         return replace(self, groups=tuple(groups), attached=tuple(attached))
 
     @property
-    def num_tensors(self) -> int:
-        return max((len(group.layer_names) for group in self.groups), default=0)
-
-    @property
-    def shared_spec(self) -> KVCacheSpec:
-        """The spec for which a tensor shared by the groups has room: that of any group with layers."""
-        return next(group.spec for group in self.groups if group.layer_names)
+    def shared_specs(self) -> list[KVCacheSpec]:
+        """The specs of the tensors that the groups share, one for each; recurrent layers share none."""
+        groups = [group for group in self.groups if group.layer_names and not group.spec.is_recurrent]
+        most = max((len(group.layer_names) for group in groups), default=0)
+        return [groups[0].spec] * most
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block id: its share of every tensor of one rank's cache."""
-        attached = sum(layer.spec.block_bytes(self.block_size) for layer in self.attached)
-        of_tensor = self.shared_spec.block_bytes(self.block_size) if self.num_tensors else 0
-        return self.num_tensors * of_tensor + attached
+        """Bytes of one block id: its share of every tensor of one rank's cache, without recurrent layers."""
+        specs = [*self.shared_specs, *(layer.spec for layer in self.attached)]
+        return sum(spec.block_bytes(self.block_size) for spec in specs)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one block of the recurrent layers of one rank."""
+        return sum(self.block_bytes(number) for number, group in enumerate(self.groups) if group.spec.is_recurrent)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's cache."""
+        return self.num_blocks * self.bytes_per_block + self.num_states * self.bytes_per_state
 
     @property
     def num_tokens_ahead(self) -> int:

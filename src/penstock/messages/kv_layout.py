@@ -21,7 +21,8 @@ class LayerLayout(msgspec.Struct, frozen=True):
     """One layer's KV: an array of named axes at `offset` of a region, `strides` in bytes.
 
     The axes are "block", "head", "token", "kv" (keys and values) and "dim", in memory order. `heads` is the interval
-    [first, end) of the model's KV heads that are here. A block's bytes are contiguous.
+    [first, end) of the model's KV heads that are here. A block's bytes are contiguous. Along "block" the ids begin at
+    `first_block`. A recurrent layer has one vector for a block instead of one for each token.
     """
 
     name: str
@@ -33,6 +34,8 @@ class LayerLayout(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     heads: tuple[int, int]
+    first_block: int = 0
+    is_recurrent: bool = False
 
     @property
     def block_bytes(self) -> int:

@@ -19,6 +19,8 @@ class BlockTables:
         self.block_size = cache.block_size
         # [num_groups, max_num_reqs + 1, max blocks of a request] int32; the last row is padding's: null blocks
         self.tables = torch.zeros((num_groups, max_num_reqs + 1, width), dtype=torch.int32, device=device)
+        # Of recurrent layers the table has the number of the block's vector, from 1 on, and 0 or less for none.
+        self._offsets = [max(0, cache.first_block(group.spec) - 1) for group in cache.groups]
         self._num_blocks = np.zeros((num_groups, max_num_reqs), dtype=np.int64)
         self._writer = writer
 
@@ -30,5 +32,7 @@ class BlockTables:
         """Stages blocks at the end of a row, by group."""
         for group, ids in enumerate(block_ids):
             if ids:
-                self._writer.write(self.tables[group], row, int(self._num_blocks[group, row]), ids)
+                offset = self._offsets[group]
+                entries = [block_id - offset for block_id in ids] if offset else ids
+                self._writer.write(self.tables[group], row, int(self._num_blocks[group, row]), entries)
                 self._num_blocks[group, row] += len(ids)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from penstock.messages.kv_cache_spec import DTYPE_BYTES, NULL_BLOCK, KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.utils.errors import ConfigError
 from penstock.utils.shared_memory import SharedMemory
@@ -24,8 +24,17 @@ class KVCache:
     """
 
     config: KVCacheConfig
-    tensors: dict[str, torch.Tensor]  # each [num_blocks, planes, num_kv_heads, block_size, head_size]
+    tensors: dict[str, torch.Tensor]  # each [blocks, planes, num_kv_heads, vectors of a block, head_size]
     shared: Mapping[int, SharedMemory] = field(default_factory=dict[int, SharedMemory])
+
+    def fill(self, group: int, block_ids: Iterable[int], value: float) -> None:
+        """Overwrites blocks of a group in all of its layers, except the null block."""
+        config = self.config
+        layers = [(name, config.groups[group].spec) for name in config.groups[group].layer_names]
+        layers += [(layer.name, layer.spec) for layer in config.attached if layer.group == group]
+        block_ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
+        for name, spec in layers:
+            self.tensors[name][[block_id - config.first_block(spec) for block_id in block_ids]] = value
 
 
 def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> KVCache:
@@ -35,9 +44,9 @@ def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Ten
         shape, dtype = _shape(config, spec), TORCH_DTYPES[spec.dtype]
         return allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    storages = [tensor(config.shared_spec) for _ in range(config.num_tensors)]
+    storages = [tensor(spec) for spec in config.shared_specs]
     tensors = {
-        name: storages[index].view(_shape(config, group.spec))
+        name: tensor(group.spec) if group.spec.is_recurrent else storages[index].view(_shape(config, group.spec))
         for group in config.groups
         for index, name in enumerate(group.layer_names)
     }
@@ -60,7 +69,8 @@ def allocate_shared_kv_cache(config: KVCacheConfig, allocate: Callable[[int], Sh
 def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:
     plane, *others = spec.planes
     assert all((p.num_heads, p.head_size) == (plane.num_heads, plane.head_size) for p in others), spec.planes
-    return (config.num_blocks, len(spec.planes), plane.num_heads, config.block_size, plane.head_size)
+    num_blocks, num_vectors = config.num_blocks_of(spec), spec.vectors_per_block(config.block_size)
+    return (num_blocks, len(spec.planes), plane.num_heads, num_vectors, plane.head_size)
 
 
 # The axes of the tensors that `allocate_kv_cache` makes.
@@ -76,7 +86,8 @@ class TensorKVCacheView:
         self.layout = layout_of(cache)
         groups = range(len(cache.config.groups))
         self._names = [tuple(layer.name for layer in self.layout.layers_of(group)) for group in groups]
-        # [num_blocks, bytes of a block] per layer, over the same memory.
+        self._first_blocks = {layer.name: layer.first_block for layer in self.layout.layers}
+        # [blocks, bytes of a block] per layer, over the same memory.
         self._rows = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
         self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
 
@@ -120,6 +131,8 @@ def layout_of(cache: KVCache) -> KVLayout:
             shape=tuple(tensor.shape),
             strides=tuple(stride * tensor.itemsize for stride in tensor.stride()),
             heads=spec.heads,
+            first_block=cache.config.first_block(spec),
+            is_recurrent=spec.is_recurrent,
         )
         layers.append(layer)
     return KVLayout(cache.config.block_size, tuple(regions.values()), tuple(layers))

@@ -23,6 +23,7 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import TableWriter
 from penstock.runner.expert_mover import ExpertStep
 from penstock.runner.input_batch import InputBatch, InputBuilder
+from penstock.runner.kv_cache import KVCache
 from penstock.runner.outputs import PendingOutput, ReadyOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.step_end import ExecuteModelState, StepEnd
@@ -50,7 +51,7 @@ class ModelRunner:
     end: StepEnd
     kv_step: KVStep
     experts: ExpertStep
-    poisoned: tuple[torch.Tensor, ...]  # the cache if new blocks are filled with NaN, so that early reads show
+    poisoned: KVCache | None  # the cache if new blocks are filled with NaN, so that early reads show
     max_drafts_in_flight: int | None  # if set, every step checks the two counts of computed tokens
     _parked: ExecuteModelState | None = field(default=None, init=False)
 
@@ -109,8 +110,7 @@ class ModelRunner:
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self.blocks.append(row, block_ids)
-        if self.poisoned:
+        if self.poisoned is not None:
             # Blocks after the cached prefix have no content yet: a read before they are written must show.
-            fresh = [i for ids in block_ids for i in ids[num_kept // self.blocks.block_size :]]
-            for tensor in self.poisoned:
-                tensor[fresh] = torch.nan
+            for group, ids in enumerate(block_ids):
+                self.poisoned.fill(group, ids[num_kept // self.blocks.block_size :], torch.nan)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from penstock.simulation.oracle import RECURRENT
 from penstock.simulation.setup import Disaggregation, Setup
 
 Draw = Callable[[random.Random], Setup]
@@ -78,6 +79,16 @@ def two(rng: random.Random) -> Setup:
     setup = tiers(base(rng), rng)
     other = rng.choice([setup.topologies[0], (1, 1), (2, 1), (1, 2)])
     return replace(setup, topologies=(*setup.topologies, other))
+
+
+def with_states(setup: Setup, rng: random.Random) -> Setup:
+    """Gives the engines recurrent layers beside those with attention."""
+    return replace(
+        setup,
+        windows=rng.choice([(0, RECURRENT), (6, RECURRENT), (0, 5, RECURRENT)]),
+        checkpoint_interval=rng.choice([4, 8, 16, 100]),
+        spare_states=rng.choice([0, 2, 20]),
+    )
 
 
 def pair(rng: random.Random) -> Setup:

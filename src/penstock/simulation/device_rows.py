@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from zlib import crc32
 
 from penstock.simulation.oracle import VOCAB_SIZE, Answer, OracleLayer, OracleMemory
@@ -19,6 +20,10 @@ class Row:
     num_computed: int  # exact
     table: list[list[int]]
     num_drafts: int = 0
+    num_in_states: int = 0  # tokens that the states of recurrent layers contain
+
+    def __post_init__(self) -> None:
+        self.num_in_states = self.num_computed
 
     def take(self, sampled: Sequence[int]) -> None:
         """Appends the accepted drafts and the token after them."""
@@ -49,6 +54,8 @@ class Item:
     is_sampling: bool
     num_drafts: int  # to verify
     start: int = 0
+    state_start: int = 0
+    digests: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])  # of a recurrent layer
 
     @property
     def end(self) -> int:
@@ -66,10 +73,26 @@ class Item:
         assert self.is_sampling == (self.end >= known), f"{name}: samples at a position other than its last token"
         if not self.is_sampling:
             row.num_computed = self.end
+        self.state_start, row.num_in_states = row.num_in_states, self.end - self.num_drafts
 
     def write(self, layer: OracleLayer, start: int, tokens: Sequence[int]) -> None:
         # A missing draft is an arbitrary token to the model.
-        self.memory.write(layer, self.table[layer.group], start, [max(0, token) for token in tokens])
+        known = [max(0, token) for token in tokens]
+        if layer.is_recurrent:
+            # The accepted drafts of the last step come first.
+            before = self.row.tokens[self.state_start : start]
+            table = self.table[layer.group]
+            self.digests = self.memory.advance(layer, table, self.state_start, before + known, self.num_drafts)
+        else:
+            self.memory.write(layer, self.table[layer.group], start, known)
+
+    def checksum(self, layer: OracleLayer, position: int, before: int) -> int:
+        """Returns the checksum of everything that a query at `position` reads on this rank; continues `before`."""
+        if not layer.is_recurrent:
+            return self.memory.checksum(layer, self.table[layer.group], position, before)
+        for head in self.memory.heads:
+            before = crc32(self.digests[head, position - 1].to_bytes(4, sys.byteorder), before)
+        return before
 
 
 def checksum(items: Sequence[Item], layer: OracleLayer, position: int, before: int) -> int:
@@ -80,7 +103,7 @@ def checksum(items: Sequence[Item], layer: OracleLayer, position: int, before: i
     for item in items:
         is_shared = item.memory.heads == heads
         start, heads = start if is_shared else before, item.memory.heads
-        seen = item.memory.checksum(layer, item.table[layer.group], position, start)
+        seen = item.checksum(layer, position, start)
         before = seen if not is_shared or seen == before else crc32(b"ranks disagree", seen)
     return before
 

@@ -37,7 +37,9 @@ class Contents:
         if block_hash not in self._known:
             return None
         answer, index = self._known[block_hash]
-        return answer.slots(layer_name, head, index * self._block_size, (index + 1) * self._block_size)
+        end = (index + 1) * self._block_size
+        is_recurrent = any(layer.name == layer_name and layer.is_recurrent for layer in answer.layers)
+        return answer.slots(layer_name, head, end - (1 if is_recurrent else self._block_size), end)
 
 
 def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch], *, everything: bool) -> None:
@@ -102,7 +104,7 @@ def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tupl
 def check_idle(engine: SimEngine) -> None:
     """Checks that nothing remains of any request (P3)."""
     pool = engine.pool
-    if pool.num_available != pool.num_usable:
+    if not pool.is_unused:
         missing = [block_name(engine.name, i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]
         raise ViolationError(f"{engine.name} is idle but has not freed {len(missing)} blocks", *missing)
     for rank in engine.devices.ranks.values():

@@ -5,6 +5,9 @@ before). The next token is a function of the digests *read through the block tab
 stale or torn slot, a bad rewind, a lost window or a layer that was not transferred therefore changes the output, and
 the correct output is `continuation`, a pure function of the prompt. Memory that was never written is poisoned, not
 zero.
+
+A recurrent layer stores one digest for a block, that of its last computed token; since it contains the digest before,
+it depends on all tokens, like a state.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ WORD_BYTES = 4
 """Size in bytes of a slot in one layer and head."""
 
 VOCAB_SIZE = 4093
+
+RECURRENT = -1
+"""In the place of a group's window: its layers are recurrent."""
+
 _POISON = bytes.fromhex("efbeadde")
 _MASK = 0xFFFFFFFF
 
@@ -53,13 +60,17 @@ class OracleLayer:
     is_draft: bool = False
 
     @property
+    def is_recurrent(self) -> bool:
+        return self.window == RECURRENT
+
+    @property
     def num_tokens_ahead(self) -> int:
         """A drafter's slot also depends on the following token, as with multi-token prediction."""
         return int(self.is_draft)
 
     def first_seen(self, position: int) -> int:
         """Returns the first slot that influences the token at `position`."""
-        return max(0, position - self.window) if self.window else 0
+        return max(0, position - abs(self.window)) if self.window else 0
 
 
 def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> tuple[OracleLayer, ...]:
@@ -74,10 +85,28 @@ def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> t
     return (*layers, OracleLayer("draft.0", 0, windows[0], is_draft=True)) if has_drafter else tuple(layers)
 
 
-def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int, num_heads: int) -> KVCacheConfig:
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """As in `KVCacheConfig`."""
+
+    num_states: int = 0
+    checkpoint_interval: int = 0
+    num_uncertain_tokens: int = 0
+
+
+def cache_config(
+    layers: Sequence[OracleLayer],
+    num_blocks: int,
+    block_size: int,
+    num_heads: int,
+    states: StateLimits | None = None,
+) -> KVCacheConfig:
     """Returns the cache of a rank that has these layers and this many heads of each."""
+    states = states or StateLimits()
 
     def spec(window: int) -> KVCacheSpec:
+        if window == RECURRENT:
+            return KVCacheSpec.states(num_heads, 1, 0, num_heads)
         # Keys and values of one 16-bit number each: WORD_BYTES per slot and head.
         return KVCacheSpec.keys_and_values(num_heads, 1, "bfloat16", window)
 
@@ -94,6 +123,9 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
             for each in layers
             if each.is_draft
         ),
+        num_states=states.num_states,
+        checkpoint_interval=states.checkpoint_interval,
+        num_uncertain_tokens=states.num_uncertain_tokens,
     )
 
 
@@ -161,9 +193,10 @@ class Answers:
 
 
 class OracleMemory:
-    """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size] words.
+    """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size] words; of a
+    recurrent layer, [heads of the rank].
 
-    As in a real cache, the j-th layers of all groups share memory.
+    As in a real cache, the j-th layers of all groups but the recurrent ones share memory.
     """
 
     read_blocks, write_blocks = read_now, write_now
@@ -173,15 +206,14 @@ class OracleMemory:
         self.shard = shard
         self.heads = heads
         self.block_size = config.block_size
-        self.stride = len(heads) * config.block_size * WORD_BYTES
-        shared = [
-            bytearray(_POISON * (config.num_blocks * self.stride // WORD_BYTES)) for _ in range(config.num_tensors)
-        ]
+        self._specs = {name: group.spec for group in config.groups for name in group.layer_names}
+        self._specs |= {layer.name: layer.spec for layer in config.attached}
+        shared = [self._allocate(spec) for spec in config.shared_specs]
         self.regions: dict[str, bytearray] = {}
         for group in config.groups:
-            self.regions.update(zip(group.layer_names, shared, strict=False))
-        for layer in config.attached:
-            self.regions[layer.name] = bytearray(_POISON * (config.num_blocks * self.stride // WORD_BYTES))
+            own = [self._allocate(group.spec) for _ in group.layer_names] if group.spec.is_recurrent else shared
+            self.regions.update(zip(group.layer_names, own, strict=False))
+        self.regions.update((layer.name, self._allocate(layer.spec)) for layer in config.attached)
         self.words = {name: memoryview(region).cast("I") for name, region in self.regions.items()}
         self._names = [
             (*group.layer_names, *(layer.name for layer in config.attached if layer.group == number))
@@ -189,26 +221,39 @@ class OracleMemory:
         ]
         self.layout = self._describe()
 
+    def _allocate(self, spec: KVCacheSpec) -> bytearray:
+        return bytearray(_POISON * (self.config.num_blocks_of(spec) * self._num_words(spec)))
+
+    def _num_words(self, spec: KVCacheSpec) -> int:
+        """Returns the words of a block of one layer."""
+        return len(self.heads) * spec.vectors_per_block(self.block_size)
+
+    def stride(self, layer_name: str) -> int:
+        """Returns the bytes of a block of one layer."""
+        return self._num_words(self._specs[layer_name]) * WORD_BYTES
+
     def _describe(self) -> KVLayout:
-        """Describes the layout: a word is a key and a value of 16 bits each."""
-        heads, size = self.heads, self.block_size
-        layers = [
-            LayerLayout(
-                name=name,
-                group=group,
-                region=name,
-                offset=0,
-                dtype="bfloat16",
-                axes=("block", "head", "token", "kv"),
-                shape=(self.config.num_blocks, len(heads), size, 2),
-                strides=(self.stride, size * WORD_BYTES, WORD_BYTES, WORD_BYTES // 2),
-                heads=(heads.start, heads.stop),
-            )
-            for group, names in enumerate(self._names)
-            for name in names
-        ]
+        """Describes the layout: a word is a key and a value of 16 bits each, or a state of 32."""
+        layers = [self._describe_layer(name, group) for group, names in enumerate(self._names) for name in names]
         regions = [MemoryRegion(name, len(region)) for name, region in self.regions.items()]
-        return KVLayout(size, tuple(regions), tuple(layers))
+        return KVLayout(self.block_size, tuple(regions), tuple(layers))
+
+    def _describe_layer(self, name: str, group: int) -> LayerLayout:
+        heads, spec = self.heads, self._specs[name]
+        size, num_planes = spec.vectors_per_block(self.block_size), len(spec.planes)
+        return LayerLayout(
+            name=name,
+            group=group,
+            region=name,
+            offset=0,
+            dtype=spec.dtype,
+            axes=("block", "head", "token", "kv"),
+            shape=(self.config.num_blocks_of(spec), len(heads), size, num_planes),
+            strides=(self.stride(name), size * WORD_BYTES, WORD_BYTES, WORD_BYTES // num_planes),
+            heads=(heads.start, heads.stop),
+            first_block=self.config.first_block(spec),
+            is_recurrent=spec.is_recurrent,
+        )
 
     def layer_names(self, group: int) -> tuple[str, ...]:
         return self._names[group]
@@ -216,20 +261,57 @@ class OracleMemory:
     def region_memory(self) -> list[memoryview]:
         return [memoryview(self.regions[region.name]) for region in self.layout.regions]
 
+    def _block(self, layer_name: str, block_id: int) -> memoryview:
+        stride = self.stride(layer_name)
+        start = (block_id - self.config.first_block(self._specs[layer_name])) * stride
+        return memoryview(self.regions[layer_name])[start : start + stride]
+
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
-        start, end = block_id * self.stride, (block_id + 1) * self.stride
-        return [memoryview(self.regions[name])[start:end] for name in self._names[group]]
+        return [self._block(name, block_id) for name in self._names[group]]
 
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
-        into[:] = memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride]
+        into[:] = self._block(layer_name, block_id)
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
-        memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride] = data
+        self._block(layer_name, block_id)[:] = data
 
     def head_bytes(self, layer_name: str, block_id: int, head: int) -> memoryview:
-        """Returns one head of a block of a layer, [block_size] words."""
-        start = block_id * self.stride + (head - self.heads.start) * self.block_size * WORD_BYTES
-        return memoryview(self.regions[layer_name])[start : start + self.block_size * WORD_BYTES]
+        """Returns one head of a block of a layer: [block_size] words, or a state."""
+        num_bytes = self.stride(layer_name) // len(self.heads)
+        start = (head - self.heads.start) * num_bytes
+        return self._block(layer_name, block_id)[start : start + num_bytes]
+
+    def advance(
+        self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int], num_drafts: int
+    ) -> dict[tuple[int, int], int]:
+        """Computes a recurrent layer's digests of tokens from position `start` on, from the state before them, and
+        stores the states after whole blocks that the table has, and after the last token but the drafts. Returns the
+        digests by (head, position), with that before the first.
+        """
+        words, first = self.words[layer.name], self.config.num_blocks
+        last = start + len(tokens) - num_drafts - 1
+        assert last >= start, f"no token from {start} on is certain"
+
+        def word(position: int, head: int) -> int | None:
+            block_id = table[position // self.block_size]
+            return None if block_id == NULL_BLOCK else (block_id - first) * len(self.heads) + head - self.heads.start
+
+        digests: dict[tuple[int, int], int] = {}
+        for head, salt in ((head, layer_salts(layer.name)[head]) for head in self.heads):
+            before = 0
+            if start:
+                at = word(start - 1, head)
+                assert at is not None, f"there is no state before position {start}"
+                before = words[at]
+            digests[head, start - 1] = before
+            for position, token in enumerate(tokens, start):
+                before = digests[head, position] = slot_digest(token, position, salt, before)
+                if position == last or (position < last and (position + 1) % self.block_size == 0):
+                    at = word(position, head)
+                    assert at is not None or position != last, f"there is no block for the state after {position}"
+                    if at is not None:
+                        words[at] = before
+        return digests
 
     def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         """Computes the slots of tokens from position `start` on, each from the actual content of the previous slot."""
@@ -268,7 +350,7 @@ class OracleMemory:
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Poisons these blocks, so that reads of their former content are detected."""
-        filler = _POISON * (self.stride // WORD_BYTES)
         for block_id in block_ids:
-            for region in self.regions.values():
-                region[block_id * self.stride : (block_id + 1) * self.stride] = filler
+            for name, spec in self._specs.items():
+                if spec.is_recurrent == (block_id >= self.config.num_blocks):
+                    self._block(name, block_id)[:] = _POISON * self._num_words(spec)

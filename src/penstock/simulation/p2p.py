@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 
 from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
@@ -123,7 +125,7 @@ class P2PBacking(Backing):
             lease_seconds=pairs.lease_seconds,
             park_seconds=pairs.park_seconds,
             max_parked=pairs.max_parked,
-            max_held_blocks=int(pairs.hold_share * site.cache.num_blocks),
+            max_held_blocks=int(pairs.hold_share * site.cache.num_block_ids),
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)
@@ -200,11 +202,13 @@ class P2PBacking(Backing):
         life = self._lives[name]
         for shard, transport in life.transports.items():
             layout = life.workers[shard]._layout
-            stride = layout.layers[0].block_bytes
+            starts = list(accumulate((region.num_bytes for region in layout.regions), initial=0))
+            layer_in = {layer.region: layer for layer in layout.layers}
             for offset, num_bytes in self._fabric.touched(transport):
-                first = offset % layout.regions[0].num_bytes
-                for block_id in range(first // stride, (first + num_bytes - 1) // stride + 1):
-                    yield Touch(block_id, writes=True)
+                number = bisect_right(starts, offset) - 1
+                layer, first = layer_in[layout.regions[number].name], offset - starts[number]
+                for index in range(first // layer.block_bytes, (first + num_bytes - 1) // layer.block_bytes + 1):
+                    yield Touch(layer.first_block + index, writes=True)
 
     def counters(self) -> Mapping[str, float]:
         said = {"garbage": self._rogue.num_said} if self._rogue is not None else {}

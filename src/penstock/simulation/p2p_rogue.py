@@ -35,7 +35,7 @@ from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.simulation.memory_transport import MemoryFabric
-from penstock.simulation.oracle import NUM_HEADS, OracleMemory, cache_config
+from penstock.simulation.oracle import NUM_HEADS, OracleMemory
 from penstock.simulation.p2p_network import SimNetwork
 from penstock.simulation.proxies import ROGUE, address_of
 from penstock.simulation.setup import Setup
@@ -71,7 +71,7 @@ class Rogue:
         self._seen_ids = [TransferId("c1.1.d", 0), TransferId("c2.1.d", 1), TransferId("", -1)]
         self._seen_tickets = ["", "x", "A" * 3000]
         self._seen_fetches: list[Fetch] = []
-        cache = cache_config(setup.layers, setup.num_blocks(setup.block_size), setup.block_size, NUM_HEADS)
+        cache = setup.cache(setup.block_size)
         self._memory = OracleMemory(cache, (0, 0), range(NUM_HEADS))
         for region in self._memory.regions.values():
             region[:] = rng.randbytes(len(region))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from penstock.simulation.catalogue import Catalogue, faulty, mixed, pair, pairs, speculating, traffic
+from penstock.simulation.catalogue import Catalogue, faulty, mixed, pair, pairs, speculating, traffic, with_states
 from penstock.simulation.setup import Setup
 
 PD_SCENARIOS = Catalogue()
@@ -74,6 +74,15 @@ def _drafts(rng: random.Random) -> Setup:
 @_scenario("pd_windows", "C6: P may have freed a block behind its window that D still needs")
 def _windows(rng: random.Random) -> Setup:
     return replace(mixed(rng), windows=rng.choice([(6,), (0, 9), (0, 5), (4, 11)]))
+
+
+@_scenario(
+    "pd_recurrent", "states: D continues from the state at the end of the last whole block, and loads what it needs"
+)
+def _recurrent(rng: random.Random) -> Setup:
+    setup = with_states(mixed(rng), rng)
+    setup = setup if rng.random() < 0.5 else speculating(setup, rng)
+    return faulty(traffic(setup, reset=rng.choice([0.0, 0.2]), reuse=0.4), die=rng.choice([0.0, 0.1]))
 
 
 @_scenario("pd_tiny_pools", "F12, F14: preemption during loads and holds, in pools that hold one request")

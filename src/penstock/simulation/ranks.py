@@ -37,6 +37,7 @@ from penstock.simulation.oracle import (
     Answers,
     OracleLayer,
     OracleMemory,
+    StateLimits,
     cache_config,
 )
 from penstock.utils.math import interval
@@ -167,7 +168,9 @@ class SimWorker:
         return Later(lambda: facts)
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
-        cache = cache_config(self.layers, plan.cache.num_blocks, plan.cache.block_size, len(self.heads))
+        planned = plan.cache
+        states = StateLimits(planned.num_states, planned.checkpoint_interval, planned.num_uncertain_tokens)
+        cache = cache_config(self.layers, planned.num_blocks, planned.block_size, len(self.heads), states)
         self.memory = OracleMemory(cache, self.shard, self.heads)
         self._host_rows = Rows(plan.limits.max_num_seqs)
         self._awaited = AwaitedResults(self._host_rows, plan.limits.max_num_in_flight)

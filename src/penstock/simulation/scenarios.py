@@ -9,7 +9,18 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from penstock.simulation.catalogue import Catalogue, base, faulty, mixed, pairs, speculating, tiers, traffic, two
+from penstock.simulation.catalogue import (
+    Catalogue,
+    base,
+    faulty,
+    mixed,
+    pairs,
+    speculating,
+    tiers,
+    traffic,
+    two,
+    with_states,
+)
 from penstock.simulation.pd_scenarios import PD_SCENARIOS
 from penstock.simulation.pipeline_scenarios import PIPELINE_SCENARIOS
 from penstock.simulation.setup import Setup
@@ -235,6 +246,17 @@ def _mixed_split(rng: random.Random) -> Setup:
 def _windows(rng: random.Random) -> Setup:
     setup = replace(two(rng), windows=rng.choice([(6,), (0, 9), (0, 5), (4, 11)]), sync_share=rng.choice([0.0, 0.5]))
     return faulty(setup, corrupt=0.1)
+
+
+@_scenario("recurrent", "states: checkpoints, preemption and rejected drafts, without transfers")
+def _recurrent(rng: random.Random) -> Setup:
+    setup = with_states(replace(base(rng), backing="none"), rng)
+    return traffic(setup if rng.random() < 0.5 else speculating(setup, rng), reuse=0.5)
+
+
+@_scenario("offload_recurrent", "states: KV is in a tier with the state at its end, or is computed again")
+def _recurrent_tiers(rng: random.Random) -> Setup:
+    return traffic(with_states(_tiers_with_drafts(rng), rng), reuse=0.5)
 
 
 @_scenario("loads_behind_steps", "F12, F14: KV is loaded into blocks that steps in flight wrote for preempted requests")

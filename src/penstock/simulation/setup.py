@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.config.engine import SchedulerConfig
-from penstock.core.kv_cache_planning import blocks_for_one_request
-from penstock.simulation.oracle import NUM_HEADS, OracleLayer, cache_config, make_layers
+from penstock.core.kv_cache_planning import blocks_for_one_request, states_for_one_request
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.simulation.oracle import NUM_HEADS, RECURRENT, OracleLayer, StateLimits, cache_config, make_layers
+from penstock.utils.math import round_up
 
 TICK_SECONDS = 0.01
 
@@ -110,9 +112,10 @@ class Disaggregation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """`topologies` has (pp, tp) of every engine; `spare_blocks` is the number of blocks beyond those of the longest
-    request. `depth` is how many steps may be in flight in addition to one for each stage but the last: 1 is
-    synchronous. `stage_layers` is the number of layers of every group in each stage, for engines with that many stages;
-    in others the layers are divided evenly.
+    request; `spare_states` is the same for the states of recurrent layers, of which one is kept every
+    `checkpoint_interval` tokens. `depth` is how many steps may be in flight in addition to one for each stage but the
+    last: 1 is synchronous. `stage_layers` is the number of layers of every group in each stage, for engines with that
+    many stages; in others the layers are divided evenly.
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
@@ -133,6 +136,8 @@ class Setup:
     max_num_batched_tokens: int = 16
     max_num_seqs: int = 6
     spare_blocks: int = 8
+    checkpoint_interval: int = 16
+    spare_states: int = 8
     policy: str = "fcfs"
     drafts: int = 0
     drafts_under_load: int = 0
@@ -184,12 +189,18 @@ class Setup:
         """Returns the block size of the engine of that number."""
         return self.block_sizes[engine] if self.block_sizes else self.block_size
 
-    def num_blocks(self, block_size: int) -> int:
-        """Returns the smallest pool with which an engine can start, plus the spare blocks."""
+    def cache(self, block_size: int) -> KVCacheConfig:
+        """Returns the smallest cache with which an engine can start, plus the spare blocks and states."""
         groups = cache_config(self.layers, 2, block_size, NUM_HEADS).groups
         num_steps = self.max_num_stages - 1 + self.depth
         in_flight = num_steps * self.max_num_batched_tokens + self.num_lookahead
-        return 1 + blocks_for_one_request(groups, block_size, self.max_model_len, in_flight) + self.spare_blocks
+        num_blocks = 1 + blocks_for_one_request(groups, block_size, self.max_model_len, in_flight) + self.spare_blocks
+        states = None
+        if RECURRENT in self.windows:
+            interval = round_up(self.checkpoint_interval, block_size)
+            num_states = states_for_one_request(num_steps, in_flight, interval) + self.spare_states
+            states = StateLimits(num_states, interval, self.drafts + self.num_lookahead)
+        return cache_config(self.layers, num_blocks, block_size, NUM_HEADS, states)
 
     def scheduler_config(self, num_stages: int) -> SchedulerConfig:
         drafts = ((2, self.drafts), (self.max_num_seqs, self.drafts_under_load)) if self.drafts else ()

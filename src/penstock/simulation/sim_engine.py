@@ -16,10 +16,11 @@ from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor, OverTheWire
 from penstock.kv_transfer.connector import WorkerConnector
+from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.backing import BackingContext, Parts, Site
-from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config
+from penstock.simulation.oracle import Answers
 from penstock.simulation.ranks import Devices, Outputs, RankConfig, SimWorker
 from penstock.simulation.setup import Faults, Setup
 from penstock.simulation.trace import Trace, block_name, hash_name
@@ -32,15 +33,15 @@ _MAX_STEPS_LATE = 12
 class WatchedPool(BlockPool):
     """The real pool of one engine, with a record of what it does."""
 
-    def __init__(self, num_blocks: int, engine: str, trace: Trace) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, cache: KVCacheConfig, engine: str, trace: Trace) -> None:
+        super().__init__(cache.num_blocks, num_states=cache.num_states)
         self._engine = engine
         self._trace = trace
         self._fresh: list[int] = []
         self.newly_published: list[tuple[int, BlockKey]] = []
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        block_ids = super().allocate(num_blocks)
+    def allocate(self, num_blocks: int, for_states: bool = False) -> list[int]:
+        block_ids = super().allocate(num_blocks, for_states)
         self._fresh += block_ids
         # A load may be published and evicted in one call of the scheduler.
         self.newly_published = [each for each in self.newly_published if each[0] not in block_ids]
@@ -52,10 +53,11 @@ class WatchedPool(BlockPool):
         fresh, self._fresh = tuple(self._fresh), []
         return fresh
 
-    def publish(self, block_id: int, key: BlockKey) -> None:
-        super().publish(block_id, key)
+    def publish(self, block_id: int, key: BlockKey) -> bool:
+        is_new = super().publish(block_id, key)
         self._note("publishes", [block_id], hash_name(key[1]))
         self.newly_published.append((block_id, key))
+        return is_new
 
     def pin(self, transfer_id: TransferId, block_ids: Iterable[int], writes: bool) -> None:
         ids = list(block_ids)
@@ -79,9 +81,6 @@ class WatchedPool(BlockPool):
         """Whether the block can be allocated at any moment."""
         block = self._blocks[block_id]
         return not block.num_owners and not block.num_pins
-
-    def is_published(self, block_id: int) -> bool:
-        return self._blocks[block_id].key is not None
 
 
 class ReportFaults:
@@ -155,7 +154,7 @@ class SimEngine:
     ) -> None:
         self.name = site.name
         self.life = site.life
-        self.pool = WatchedPool(site.cache.num_blocks, site.name, trace)
+        self.pool = WatchedPool(site.cache, site.name, trace)
         self.kv = KVCacheManager(site.cache, setup.prefix_caching)
         self.kv.pool = self.pool
         transfer = KVTransfer(parts.scheduler, setup.load_failure_policy, setup.load_timeout, clock)
@@ -225,5 +224,4 @@ def make_site(setup: Setup, name: str, life: int, engine: int) -> Site:
         tells_gaps=setup.tells_gaps,
         runs_ahead=setup.runs_ahead,
     )
-    cache = cache_config(setup.layers, setup.num_blocks(block_size), block_size, NUM_HEADS)
-    return Site(name, life, cache, ranks)
+    return Site(name, life, setup.cache(block_size), ranks)

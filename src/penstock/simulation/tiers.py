@@ -252,10 +252,12 @@ class _CopiedView(Forwarding):
             for number, ((group, block_id), pieces) in enumerate(zip(places, data, strict=True)):
                 content = bytearray(b"".join(pieces))
                 content[int(fault.at * len(content))] ^= number == wrong
-                for at, name in enumerate(self.inner.layer_names(group)):
+                start = 0
+                for name in self.inner.layer_names(group):
+                    end = start + self.inner.stride(name)
                     if name == (layer_name or name):
-                        part = memoryview(content)[at * self.inner.stride : (at + 1) * self.inner.stride]
-                        self.inner.write_layer(name, block_id, part)
+                        self.inner.write_layer(name, block_id, memoryview(content)[start:end])
+                    start = end
 
         def run() -> None:
             write()

@@ -48,9 +48,9 @@ def make_runner(
     """
     device, limits, execution = loaded.device, config.scheduler, config.execution
     attention = parts.make_attention(limits, execution)
-    poisoned = tuple(cache.tensors.values()) if debug and not attention.reads_unseen else ()
+    poisoned = cache if debug and not attention.reads_unseen else None
     for tensor in cache.tensors.values():
-        # In debug mode reads of the null block become visible.
+        # In debug mode reads of the null block become visible. Recurrent layers have none, and no state yet.
         tensor[NULL_BLOCK] = torch.nan if poisoned else 0
     writer = parts.make_table_writer(limits.max_num_in_flight)
     links, is_last = loaded.links, loaded.links.downstream is None

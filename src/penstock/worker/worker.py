@@ -161,7 +161,7 @@ class LoadedWorker:
 
     def _allocate(self, planned: KVCacheConfig, *, is_shared: bool) -> KVCache:
         config, budget, memory = self._config.cache, self.facts.memory, self._parts.memory
-        needed = planned.num_blocks * planned.bytes_per_block
+        needed = planned.num_bytes
         # Free memory may be fragmented: the advice is always less than was requested.
         fits = max(0, min(memory.available(), budget.room, needed * 99 // 100))
 

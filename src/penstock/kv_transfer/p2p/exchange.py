@@ -90,6 +90,7 @@ class Exchange:
         self._clock = clock
         self._traffic = Traffic()
         self._bytes_per_token = 0.0
+        self._bytes_of_states = 0
         self._events: list[ConnectorEvent] = []
         self._num_steps_in_flight = 0
         self._lock = threading.RLock()
@@ -111,7 +112,9 @@ class Exchange:
             shards[shard] = Shard(shard, payload.layout, payload.descriptor)
         self._sessions = Sessions(self._hello(tuple(shards.values())), self._settings.ignored)
         self._jobs = WorkerJobs(self._settings.epoch, shards, self._settings.num_groups)
-        blocks = sum(layer.block_bytes for each in shards.values() for layer in each.layout.layers)
+        layers = [layer for each in shards.values() for layer in each.layout.layers]
+        self._bytes_of_states = sum(layer.block_bytes for layer in layers if layer.is_recurrent)
+        blocks = sum(layer.block_bytes for layer in layers if not layer.is_recurrent)
         self._bytes_per_token = blocks / self._jobs.block_size
         host, port = self._channel.address
         by_rank: dict[str, dict[str, str]] = {}
@@ -401,4 +404,4 @@ class Exchange:
         self._events.append(LoadEnded(load.transfer_id, bad, ended.reason))
 
     def _bytes_of(self, num_tokens: int) -> int:
-        return round(num_tokens * self._bytes_per_token)
+        return self._bytes_of_states + round(num_tokens * self._bytes_per_token)

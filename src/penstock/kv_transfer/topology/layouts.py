@@ -47,6 +47,7 @@ def check_fit(local: LayerLayout, remote: LayerLayout) -> None:
         "head size": (extent(local, "dim")[0], extent(remote, "dim")[0]),
         "number of kv planes": (extent(local, "kv")[0], extent(remote, "kv")[0]),
         "KV group": (local.group, remote.group),
+        "kind": (_kind(local), _kind(remote)),
     }
     for what, (mine, theirs) in pairs.items():
         if mine != theirs:
@@ -54,6 +55,10 @@ def check_fit(local: LayerLayout, remote: LayerLayout) -> None:
                 f"layer {local.name!r}: the {what} is {mine} here and {theirs} in the other engine; "
                 "both engines must run the same model with the same KV data type"
             )
+
+
+def _kind(layer: LayerLayout) -> str:
+    return "recurrent" if layer.is_recurrent else "attention"
 
 
 def check_layout(layout: KVLayout) -> None:
@@ -81,8 +86,11 @@ def _fault(layer: LayerLayout, block_size: int, regions: dict[str, MemoryRegion]
         return f"its axes {layer.axes} must be distinct, from {sorted(AXES)}, and include block and token"
     if not len(layer.axes) == len(layer.shape) == len(layer.strides) or min(layer.shape) < 1 or layer.offset < 0:
         return f"shape {layer.shape}, strides {layer.strides} or offset {layer.offset} is impossible"
-    if extent(layer, "token")[0] != block_size:
-        return f"a block has {extent(layer, 'token')[0]} tokens and not {block_size}"
+    num_vectors = 1 if layer.is_recurrent else block_size
+    if extent(layer, "token")[0] != num_vectors:
+        return f"a block has {extent(layer, 'token')[0]} tokens and not {num_vectors}"
+    if layer.first_block < 0:
+        return f"its blocks begin at {layer.first_block}"
     if layer.heads[0] < 0 or layer.heads[1] - layer.heads[0] != extent(layer, "head")[0]:
         return f"heads {layer.heads} are not the {extent(layer, 'head')[0]} heads of its shape"
     if min(layer.strides) < 0 or max(layer.strides) > _MAX_BYTES:

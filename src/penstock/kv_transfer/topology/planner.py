@@ -48,8 +48,13 @@ def sources(local: KVLayout, remote: ShardTable, local_shard: ShardId) -> dict[S
     for layer in local.layers:
         if layer.name not in holders:
             raise PeerError(f"the other engine has no KV of layer {layer.name!r}: both engines must run the same model")
-        for _, other in holders[layer.name]:
+        for shard, other in holders[layer.name]:
             check_fit(layer, other)
+            if layer.is_recurrent and local.block_size != remote[shard].block_size:
+                raise PeerError(
+                    f"block_size is {local.block_size} here and {remote[shard].block_size} in the other engine: models "
+                    "with recurrent layers, whose states are stored at the ends of blocks, need the same in both"
+                )
         for shard, heads in _cover(layer, holders[layer.name], sum(local_shard)):
             found.setdefault(shard, []).append(LayerSlice(layer.name, heads))
     return {shard: tuple(found[shard]) for shard in sorted(found)}
@@ -120,6 +125,8 @@ class SliceShape:
     dim: tuple[int, int]
     first_head: int
     itemsize: int
+    first_block: int
+    is_recurrent: bool
 
     @classmethod
     def of(cls, layer: LayerLayout, part: LayerSlice) -> SliceShape:
@@ -136,14 +143,21 @@ class SliceShape:
             dim=extent(layer, "dim"),
             first_head=first - layer.heads[0],
             itemsize=DTYPE_BYTES[layer.dtype],
+            first_block=layer.first_block,
+            is_recurrent=layer.is_recurrent,
         )
 
     def token_offsets(self, block_ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the offsets of the slice's first bytes of the tokens in these blocks, relative to the layer."""
-        if block_ids.size and not 0 <= block_ids.min() <= block_ids.max() < self.block[0]:
-            raise PeerError(f"a block table has ids outside of [0, {self.block[0]}), the blocks of its shard")
+        first, end = self.first_block, self.first_block + self.block[0]
+        if block_ids.size and not first <= block_ids.min() <= block_ids.max() < end:
+            raise PeerError(f"a block table has ids outside of [{first}, {end}), the blocks of its shard")
         size, stride = self.token
-        return block_ids * self.block[1] + tokens % size * stride + self.first_head * self.head[1]
+        return (block_ids - first) * self.block[1] + tokens % size * stride + self.first_head * self.head[1]
+
+    def num_vectors(self, num_tokens: int) -> int:
+        """Returns how many vectors of each plane and head these tokens of one block have."""
+        return 1 if self.is_recurrent else num_tokens
 
 
 class _Spans:
@@ -210,7 +224,7 @@ class _Pair:
     def _inside(self, num_tokens: int) -> np.ndarray:  # [n, 3]
         """Returns the pieces of `num_tokens` tokens of one block, relative to the first of them."""
         local, remote = self.local, self.remote
-        axes = [(num_tokens, local.token[1], remote.token[1])]
+        axes = [(local.num_vectors(num_tokens), local.token[1], remote.token[1])]
         for mine, theirs in ((local.head, remote.head), (local.kv, remote.kv), (local.dim, remote.dim)):
             axes.append((mine[0], mine[1], theirs[1]))
         axes = [axis for axis in axes if axis[0] > 1]
