@@ -62,6 +62,21 @@ LONGROPE = {
 }
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+DELTA_EXPERTS = {
+    "num_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+
 # name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-mha-80": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80}),
@@ -153,6 +168,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {**GQA, "no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 21},
     ),
+    # Hybrids: a stage of two may have no attention.
+    "qwen3.5": ("qwen3_5_text", {**GQA, **DELTA, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**GQA, **DELTA, **DELTA_EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**GQA, **DELTA, **DELTA_EXPERTS, "mlp_only_layers": [1]}),
     "olmo2": ("olmo2", {**GQA, "num_attention_heads": 6}),
     "olmo3": (
         "olmo3",

@@ -49,8 +49,21 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "gpt-oss",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "qwen3-next",
 )
-NUM_EXPERTS = {"qwen3-moe": 9, "mixtral": 5, "deepseek-v2": 8, "deepseek-v3": 12, "glm-flash": 10, "gpt-oss": 6}
+# Those with recurrent layers: both engines must have the same block size.
+HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
+NUM_EXPERTS = {
+    "qwen3-moe": 9,
+    "mixtral": 5,
+    "deepseek-v2": 8,
+    "deepseek-v3": 12,
+    "glm-flash": 10,
+    "gpt-oss": 6,
+    "qwen3.5-moe": 10,
+}
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash")
 MAX_TOKENS = 12
@@ -233,13 +246,14 @@ def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> Non
 def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
     engines: list[LLM] = []
     for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):
+        block_size = 16 if name in HYBRIDS else block_size
         ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "block_size": block_size}
         options: dict[str, Any] = {"kv_transfer_config": transfer_config(role), "enable_prefix_caching": True}
         if name in WITH_MODULE:
             options["speculative_config"] = MTP
         engines.append(engine(families.path(name), **options, **ranks))
     prefill, decode = engines
-    block_size = PAIRS[pair][1][2]
+    block_size = 16 if name in HYBRIDS else PAIRS[pair][1][2]
     num_loaded = 0
     for (prompt, params), wanted in zip(requests(), families.expected(name), strict=True):
         assert decode.reset_prefix_cache()

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.kernels.paged_attention import Softmax
+from penstock.kernels.recurrent import StateRows
 from penstock.messages.kv_cache_spec import KVCacheSpec, KVPlane
 
 
@@ -30,6 +31,7 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset, where a token's KV is stored
     max_query_len: int  # of a request, an upper bound
     max_seq_len: int  # an upper bound
+    states: StateRows | None = None  # of recurrent layers, whose table has vectors as `StateRequests` counts them
 
 
 @dataclass(frozen=True, slots=True)

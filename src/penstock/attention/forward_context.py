@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,12 +13,16 @@ from penstock.utils.layer_hooks import NO_HOOKS, LayerHooks
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Passed through the model to its attention layers; keyed by layer name."""
+    """Passed through the model to its attention layers; keyed by layer name.
+
+    `draft_inputs` [rows, most drafts, inputs of a token] are what recurrent layers keep of drafts.
+    """
 
     metadata: dict[str, AttentionMetadata]
     kv_caches: dict[str, torch.Tensor]  # each [num_blocks, planes, num_kv_heads, block_size, head_size]
     attention: AttentionBackend
     hooks: LayerHooks = NO_HOOKS
+    draft_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,9 @@ class LayerCaches:
     group_of: Mapping[str, int]
     attention: AttentionBackend
     hooks: Callable[[], LayerHooks] = lambda: NO_HOOKS
+    draft_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
         """`metadata` by KV group."""
         by_layer = {name: metadata[group] for name, group in self.group_of.items()}
-        return ForwardContext(by_layer, self.kv_caches, self.attention, self.hooks())
+        return ForwardContext(by_layer, self.kv_caches, self.attention, self.hooks(), self.draft_inputs)

@@ -73,6 +73,8 @@ def _read_qwen3(raw: Mapping[str, Any]) -> ExpertsConfig:
         intermediate_size=read_count(raw, "moe_intermediate_size"),
         sparse_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
         renormalizes=bool(raw.get("norm_topk_prob", False)),
+        shared_intermediate_size=read_count(raw, "shared_expert_intermediate_size", 0, least=0),
+        has_shared_gate=bool(raw.get("shared_expert_intermediate_size")),
     )
 
 
@@ -143,6 +145,8 @@ def _deepseek_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig]] = {
     "qwen3_moe": _read_qwen3,
+    "qwen3_5_moe_text": _read_qwen3,
+    "qwen3_next": _read_qwen3,
     "mixtral": _read_mixtral,
     "deepseek_v2": _read_deepseek,
     "deepseek_v3": _read_deepseek,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.fields import read_count
+from penstock.config.recurrent import LINEAR, has_recurrent_layers, recurrent_layer_types
 from penstock.config.rope import FULL, SLIDING, smollm3_unrotated
 from penstock.utils.errors import ConfigError
 
@@ -25,6 +26,16 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
+}
+_SPARSE_QWEN: dict[str, Any] = {
+    "rope_theta": 1e7,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {
@@ -86,6 +97,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_theta": 1e6},
     "qwen2_5_vl_text": {"rope_theta": 1e6},
     "qwen3_vl_text": {"rope_theta": 5e5},
+    "qwen3_5_text": {"rope_theta": 1e7, "head_dim": 256, "partial_rotary_factor": 0.25},
+    "qwen3_5_moe_text": _SPARSE_QWEN,
+    "qwen3_next": {**_SPARSE_QWEN, "intermediate_size": 5632},
     "smollm3": {
         "rope_theta": 2e6,
         "use_sliding_window": False,
@@ -99,7 +113,7 @@ _QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 _WITHOUT_DEFAULT_WINDOW = ("qwen2", "qwen3", "qwen3_moe", *_QWEN_VL)
 _WITH_FULL_LAYERS_FIRST = ("qwen2", "qwen3", *_QWEN_VL)
 # Multimodal models whose text part attends to earlier tokens alone, as if it stood by itself.
-_WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 # Multimodal models whose published files have the fields of the text part outside, without a `text_config`.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Fields that change the result in a way that Penstock does not compute, and the values that do not.
@@ -169,7 +183,7 @@ def read_activation(raw: Mapping[str, Any]) -> str:
 
 
 def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Returns FULL or SLIDING for every layer: from `layer_types` if given, else by the rule of the family.
+    """Returns FULL, SLIDING or LINEAR for every layer: from `layer_types` if given, else by the rule of the family.
 
     Raises ConfigError for another kind of layer.
     """
@@ -177,11 +191,13 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
     if given:
         if len(given) != num_layers:
             raise ConfigError(f"layer_types names {len(given)} layers of {num_layers}")
-        if not set(given) <= {FULL, SLIDING}:
+        if not set(given) <= ({FULL, LINEAR} if has_recurrent_layers(raw) else {FULL, SLIDING}):
             unknown = next(kind for kind in given if kind not in (FULL, SLIDING))
             raise ConfigError(f"layer_types must name {FULL} and {SLIDING}, got {unknown!r}")
         return tuple(given)
     model_type = raw["model_type"]
+    if has_recurrent_layers(raw):
+        return recurrent_layer_types(raw, num_layers, FULL)
     if not read_window(raw):
         return (FULL,) * num_layers
     if model_type == "modernbert":

@@ -30,6 +30,7 @@ from penstock.config.families import (
 )
 from penstock.config.latent import LatentConfig, read_latent
 from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
+from penstock.config.recurrent import LINEAR, DeltaSizes, read_delta
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
@@ -71,6 +72,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
+    delta: DeltaSizes | None = None  # of the recurrent layers
+    recurrent_layers: tuple[int, ...] = ()
     quantization: QuantizationConfig | None = None
     attn_logit_softcapping: float = 0.0
     has_attention_sinks: bool = False
@@ -189,6 +192,8 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         encoder=encoder,
         latent=latent,
         experts=read_experts(raw),
+        delta=read_delta(raw),
+        recurrent_layers=tuple(layer for layer, kind in enumerate(layer_types) if kind == LINEAR),
         quantization=quantization,
         attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),
         has_attention_sinks=raw["model_type"] == "gpt_oss",

@@ -21,7 +21,7 @@ LONGROPE = "longrope"
 _ALIASES = {"su": LONGROPE, "mrope": "default"}
 # In these, layers without a window have no rotation if others have a window.
 _UNROTATED_FULL = ("cohere2", "exaone4")
-_PARTIAL = ("glm4", "phi3")
+_PARTIAL = ("glm4", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 @dataclass(frozen=True, slots=True)

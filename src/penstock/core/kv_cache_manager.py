@@ -330,9 +330,11 @@ class KVCacheManager:
         num_tokens = self._num_stored_tokens(request)
         for number, (group, table) in enumerate(zip(self._groups, holding.tables, strict=True)):
             end = group.first_needed_block(num_tokens)
-            if group.spec.is_recurrent and not request.num_output_tokens:
-                # Whoever continues the prompt elsewhere begins with the state at its end.
-                end = min(end, (request.num_tokens - 1) // self.block_size - 1)
+            if group.spec.is_recurrent:
+                # The state after the last whole block is published if the request ends. Before its first token, it is
+                # that at the end of the prompt, with which another engine may begin.
+                whole = num_tokens if request.num_output_tokens else min(num_tokens, request.num_tokens - 1)
+                end = min(end, whole // self.block_size - 1)
             gone = range(holding.num_released[number], end)
             if gone:
                 self.pool.release([table[index] for index in gone])

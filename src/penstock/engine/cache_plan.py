@@ -76,12 +76,14 @@ def _with_states(
     num_states = int(planned.num_blocks * kv_bytes * cache.state_share / (1 - cache.state_share)) // state_bytes
     max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens
     needed = states_for_one_request(limits.max_num_in_flight, max_in_flight, interval)
+    if cache.num_blocks_override is not None:
+        num_states = max(num_states, needed)
     if num_states < needed:
         mib = state_bytes / 2**20
         raise ConfigError(
             f"state_cache_share={cache.state_share} leaves room for {num_states} states of recurrent layers, of "
-            f"{mib:.1f} MiB each, and one request needs up to {needed}: raise state_cache_share, kv_cache_memory, "
-            "gpu_memory_utilization or num_gpu_blocks_override, or lower max_num_batched_tokens"
+            f"{mib:.1f} MiB each, and one request needs up to {needed}: raise state_cache_share, kv_cache_memory "
+            "or gpu_memory_utilization, or lower max_num_batched_tokens"
         )
     return replace(
         planned,
@@ -128,6 +130,7 @@ def _num_blocks(config: CacheConfig, facts: Sequence[WorkerFacts], per_rank: Map
     budgets = [
         (MemoryBudget.of_pool([each.memory for each in users]), sum(per_rank[each.shard] for each in users))
         for users in pools.values()
+        if any(per_rank[each.shard] for each in users)
     ]
     num_blocks = min(num_blocks_in_budget(config, budget, num_bytes) for budget, num_bytes in budgets)
     for budget, num_bytes in budgets:

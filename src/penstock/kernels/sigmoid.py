@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.kernels.native import library
+from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -16,6 +16,18 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     native.function("sigmoid", "pn")(out.data_ptr(), out.numel())
     return out
+
+
+def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiplies `x` with 1 / (1 + exp(-gate)) in place, both [T, width]; the factor is rounded to their dtype."""
+    native = library() if x.is_cpu else None
+    assert x.shape == gate.shape and x.dtype == gate.dtype, (x.shape, gate.shape, x.dtype, gate.dtype)
+    if native is None:
+        x.copy_(x.float() * sigmoid_reference(gate.float()).to(x.dtype).float())
+        return
+    assert x.is_contiguous() and gate.is_contiguous(), (x.stride(), gate.stride())
+    call = native.function("multiply_by_sigmoid", "ppnnni")
+    call(x.data_ptr(), gate.data_ptr(), *x.shape, num_threads(), DTYPE_CODES[x.dtype])
 
 
 def sigmoid_reference(x: torch.Tensor) -> torch.Tensor:

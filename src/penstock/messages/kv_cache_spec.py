@@ -28,7 +28,8 @@ class KVCacheSpec:
     `heads_before` and `heads_behind` those of `planes`.
 
     A recurrent layer's block holds one vector of each plane and head, whatever its size in tokens: the state after the
-    last computed token of the block. The next token reads it and nothing else, as with a window of two tokens.
+    last computed token of the block. The next token reads it and nothing else, as with a window of two tokens. Of a
+    token that is a draft, `draft_inputs` numbers of each head are kept outside the cache until it is accepted.
     """
 
     planes: tuple[KVPlane, ...]
@@ -37,6 +38,7 @@ class KVCacheSpec:
     heads_before: int = 0
     heads_behind: int = 0
     is_recurrent: bool = False
+    draft_inputs: int = 0
 
     @classmethod
     def keys_and_values(
@@ -63,12 +65,14 @@ class KVCacheSpec:
         return cls((KVPlane("latents", 1, size),), dtype)
 
     @classmethod
-    def states(cls, num_heads: int, head_size: int, first_head: int, total_heads: int) -> KVCacheSpec:
+    def states(
+        cls, num_heads: int, head_size: int, first_head: int, total_heads: int, draft_inputs: int = 0
+    ) -> KVCacheSpec:
         """A recurrent layer's cache: `head_size` float32 numbers for each head, which depend on no other head."""
         plane = KVPlane("states", num_heads, head_size)
         behind = total_heads - first_head - num_heads
         assert first_head >= 0 and behind >= 0, f"heads {first_head} + {num_heads} of {total_heads}"
-        return cls((plane,), "float32", 2, first_head, behind, is_recurrent=True)
+        return cls((plane,), "float32", 2, first_head, behind, is_recurrent=True, draft_inputs=draft_inputs)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -183,9 +187,9 @@ class KVCacheConfig:
     @property
     def shared_specs(self) -> list[KVCacheSpec]:
         """The specs of the tensors that the groups share, one for each; recurrent layers share none."""
-        groups = [group for group in self.groups if group.layer_names and not group.spec.is_recurrent]
-        most = max((len(group.layer_names) for group in groups), default=0)
-        return [groups[0].spec] * most
+        groups = [group for group in self.groups if not group.spec.is_recurrent]
+        most = max(groups, key=lambda group: len(group.layer_names), default=None)
+        return [] if most is None else [most.spec] * len(most.layer_names)
 
     @property
     def bytes_per_block(self) -> int:

@@ -66,6 +66,8 @@ class Architecture:
     read_norm: ReadNorm = rms_norm
     norms: NormNames = BEFORE
     attention_name: str = "self_attn"  # the prefix of the attention's weights
+    recurrent: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention] | None = None
+    recurrent_name: str = "linear_attn"  # the same for layers that have a recurrence in its place
     is_parallel: bool = False  # the feed-forward part reads what the attention reads
 
 
@@ -84,7 +86,11 @@ class DecoderLayer:
 
         names = architecture.norms
         self.input_norm = SumOnly() if names.attention is None else norm(names.attention)
-        self.attention = architecture.attention(config, weights / architecture.attention_name, layer, rotary)
+        build, name = architecture.attention, architecture.attention_name
+        if layer in config.recurrent_layers:
+            assert architecture.recurrent is not None, f"layer {layer} of a {config.model_type} is recurrent"
+            build, name = architecture.recurrent, architecture.recurrent_name
+        self.attention = build(config, weights / name, layer, rotary)
         self._after_attention = after(names.after_attention)
         self._is_parallel = architecture.is_parallel
         self.post_norm = SumOnly() if names.feed_forward is None else norm(names.feed_forward)

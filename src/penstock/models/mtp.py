@@ -17,7 +17,6 @@ import torch
 
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
-from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.sources.source import WeightSource
@@ -47,9 +46,10 @@ class MultiTokenPredictor:
         for part in layout.root:
             weights = weights / part.format(layer=number)
         self.fc = weights.whole_linear(layout.fc, hidden, 2 * hidden)
-        self.embedding_norm = RMSNorm(weights.tensor(f"{layout.embedding_norm}.weight", hidden), eps)
-        self.hidden_norm = RMSNorm(weights.tensor(f"{layout.hidden_norm}.weight", hidden), eps)
-        self.norm = RMSNorm(weights.tensor(f"{layout.norm}.weight", hidden), eps)
+        read_norm = model.architecture.read_norm
+        self.embedding_norm = read_norm(weights, layout.embedding_norm, hidden, eps)
+        self.hidden_norm = read_norm(weights, layout.hidden_norm, hidden, eps)
+        self.norm = read_norm(weights, layout.norm, hidden, eps)
         for part in layout.layer:
             weights = weights / part
         # The module's layer comes after the model's, and attends like its last one.

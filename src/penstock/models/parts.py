@@ -19,9 +19,10 @@ from penstock.attention.forward_context import ForwardContext
 from penstock.config.families import GELU, GELU_TANH, SILU
 from penstock.config.model import ModelConfig
 from penstock.kernels.gelu import gelu_and_mul
+from penstock.kernels.sigmoid import multiply_by_sigmoid
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import EncoderAttention, PagedAttention
-from penstock.layers.linear import Gather
+from penstock.layers.linear import Gather, Linear
 from penstock.layers.norm import Norm
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.norms import ReadNorm
@@ -55,6 +56,7 @@ class AttentionVariant:
     head_norms: ReadNorm | None = None  # of every query head and every key head
     width_norms: ReadNorm | None = None  # of all query heads together, and of all key heads
     num_inputs: int = 1  # how many hidden states a row has, concatenated
+    has_gate: bool = False  # a query head's tensor also has a gate, whose sigmoid multiplies the head's result
 
 
 PLAIN = AttentionVariant()
@@ -85,14 +87,18 @@ class GroupedQueryAttention:
             for name, parts in (("q", [each.queries for each in heads]), ("k", [each.kv for each in heads])):
                 norm = variant.width_norms(weights, f"{name}_norm", sizes[f"{name}_proj"], eps)
                 self.width_norms.append(_WidthNorm(norm, weights.group, parts, size))
-        self.qkv = weights.linear(
-            sizes,
-            variant.num_inputs * hidden,
-            variant.qkv_bias or config.attention_bias,
-            own={"q_proj": queries, "k_proj": kv, "v_proj": kv},
-            stored_as=variant.stored_as,
-            order=_order_of_halves(config, own) if variant.has_pairs else None,
-        )
+        self.gate: Linear | None = None
+        if variant.has_gate:
+            self.qkv, self.gate = _read_with_gates(config, weights, own)
+        else:
+            self.qkv = weights.linear(
+                sizes,
+                variant.num_inputs * hidden,
+                variant.qkv_bias or config.attention_bias,
+                own={"q_proj": queries, "k_proj": kv, "v_proj": kv},
+                stored_as=variant.stored_as,
+                order=_order_of_halves(config, own) if variant.has_pairs else None,
+            )
         sinks = _read_sinks(num_heads, own.queries, weights) if config.has_attention_sinks else None
         self.kv_cache_specs: dict[str, KVCacheSpec] = {}
         if config.encoder is None:
@@ -116,7 +122,10 @@ class GroupedQueryAttention:
             part.copy_(norm(part))
         if self.query_scales is not None:
             queries.copy_(queries * self.query_scales[positions])
-        return self.out(self.attend(qkv, positions, context))  # -> [T, own Q D] -> [T, H]
+        attended = self.attend(qkv, positions, context)  # -> [T, own Q D]
+        if self.gate is not None:
+            multiply_by_sigmoid(attended, self.gate(x))
+        return self.out(attended)  # -> [T, H]
 
 
 class _WidthNorm:
@@ -141,6 +150,23 @@ class _WidthNorm:
         """[T, own features] -> the same, normalised."""
         whole = self._gather(x.contiguous())
         return self._norm(whole if self._places is None else whole[:, self._places])[:, self._own]
+
+
+def _read_with_gates(config: ModelConfig, weights: Weights, own: HeadShare) -> tuple[Linear, Linear]:
+    """Returns the layers to queries, keys and values, and to the gates; a head's gate is stored after its query."""
+    weights.check_on_cpu("gates of attention heads")
+    size, bias = config.head_dim, config.attention_bias
+    rows = {"q_proj": 2 * config.num_attention_heads * size}
+    rows |= dict.fromkeys(("k_proj", "v_proj"), config.num_key_value_heads * size)
+    kv = range(own.kv.start * size, own.kv.stop * size)
+    places = {"q_proj": range(2 * own.queries.start * size, 2 * own.queries.stop * size), "k_proj": kv, "v_proj": kv}
+    of_heads = torch.arange(len(places["q_proj"])).view(-1, 2, size)
+    others = torch.arange(len(places["q_proj"]), sum(map(len, places.values())))
+    order = torch.cat((of_heads[:, 0].flatten(), others))
+    qkv = weights.linear(rows, config.hidden_size, bias, own=places, order=order)
+    queries = {"q_proj": rows["q_proj"]}
+    gate = weights.linear(queries, config.hidden_size, bias, own=places, order=of_heads[:, 1].flatten())
+    return qkv, gate
 
 
 def halves_of_pairs(num_rotated: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from penstock.config.model import ModelConfig
 from penstock.models.decoder import Architecture, Decoder, NormNames
 from penstock.models.encoder import Encoder, EncoderArchitecture, GatedEncoder
 from penstock.models.experts import sparse_mlp
+from penstock.models.gated_delta_net import GatedDeltaNet
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
@@ -37,6 +38,7 @@ _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_lay
 _FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
 _QWEN2 = _attention(qkv_bias=True)
 _QWEN3 = _attention(head_norms=rms_norm)
+_GATED = _attention(head_norms=rms_norm_from_one, has_gate=True)
 MODELS = {
     # Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288).
     "llama": Architecture(GroupedQueryAttention, dense_mlp),
@@ -81,6 +83,10 @@ MODELS = {
     "qwen2_vl_text": Architecture(_QWEN2, dense_mlp),
     "qwen2_5_vl_text": Architecture(_QWEN2, dense_mlp),
     "qwen3_vl_text": Architecture(_QWEN3, dense_mlp),
+    # Qwen3-Next (Qwen Team 2025) and Qwen3.5 (2026): three gated delta nets to one attention, whose result has a gate.
+    "qwen3_next": Architecture(_GATED, sparse_mlp, rms_norm_from_one, recurrent=GatedDeltaNet),
+    "qwen3_5_text": Architecture(_GATED, dense_mlp, rms_norm_from_one, recurrent=GatedDeltaNet),
+    "qwen3_5_moe_text": Architecture(_GATED, sparse_mlp, rms_norm_from_one, recurrent=GatedDeltaNet),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.

@@ -88,5 +88,8 @@ def _part(
     return lambda x: layer(x, residual, positions, context)
 
 
-def _tensors(metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
-    return metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.slot_mapping
+def _tensors(metadata: AttentionMetadata) -> list[torch.Tensor]:
+    tensors = [metadata.query_start_loc, metadata.seq_lens, metadata.block_table, metadata.slot_mapping]
+    if (states := metadata.states) is not None:
+        tensors += [each for each in (states.rows, states.num_pending, states.num_drafts) if each is not None]
+    return tensors

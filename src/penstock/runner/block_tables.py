@@ -17,6 +17,7 @@ class BlockTables:
     ) -> None:
         num_groups, width = len(cache.groups), cdiv(max_model_len, cache.block_size)
         self.block_size = cache.block_size
+        self.is_recurrent = [group.spec.is_recurrent for group in cache.groups]
         # [num_groups, max_num_reqs + 1, max blocks of a request] int32; the last row is padding's: null blocks
         self.tables = torch.zeros((num_groups, max_num_reqs + 1, width), dtype=torch.int32, device=device)
         # Of recurrent layers the table has the number of the block's vector, from 1 on, and 0 or less for none.

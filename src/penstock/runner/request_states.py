@@ -28,6 +28,8 @@ class RequestStates:
         self.token_ids = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
         self.drafts = torch.zeros((num_rows, max_num_drafts), dtype=torch.int64, device=device)  # -1 is a gap
         self.num_computed_exact = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
+        # Tokens that the states of recurrent layers contain: without the drafts that the last step has accepted.
+        self.num_in_states = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
         self.rows = Rows(max_num_reqs)
         self._writer = writer
 
@@ -36,4 +38,5 @@ class RequestStates:
         row = self.rows.add(new.request_id, len(new.token_ids), new.request.second_text_start)
         self._writer.write(self.token_ids, row, 0, new.token_ids)
         self._writer.write(self.num_computed_exact, row, 0, (new.num_computed_tokens,))
+        self._writer.write(self.num_in_states, row, 0, (new.num_computed_tokens,))
         return row

@@ -20,7 +20,7 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.encoder_pass import EncoderPass
 from penstock.runner.expert_mover import ExpertStep, NoExpertStep
 from penstock.runner.input_batch import InputBuilder
-from penstock.runner.kv_cache import KVCache
+from penstock.runner.kv_cache import TORCH_DTYPES, KVCache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parts import DeviceParts, SamplingContext
@@ -63,7 +63,8 @@ def make_runner(
     inputs = parts.make_input_builder(limits, shapes, states, blocks)
     kv_step = KVStep(connector)
     group_of = {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
-    target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks)
+    draft_inputs = _make_draft_inputs(cache, limits, TORCH_DTYPES[loaded.config.dtype])
+    target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks, draft_inputs)
     if config.pooling is not None:
         if isinstance(loaded.model, Encoder):
             passes = EncoderPass(loaded.model, attention, inputs, states.rows, limits)
@@ -91,6 +92,19 @@ def make_runner(
         poisoned=poisoned,
         max_drafts_in_flight=limits.max_num_drafts * limits.max_steps_ahead if debug else None,
     )
+
+
+def _make_draft_inputs(cache: KVCache, limits: SchedulerConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the memory in which recurrent layers keep the inputs of drafts; none if there are never drafts."""
+    return {
+        name: torch.zeros(
+            (limits.max_num_seqs, limits.max_num_drafts, group.spec.planes[0].num_heads * group.spec.draft_inputs),
+            dtype=dtype,
+        )
+        for group in cache.config.groups
+        for name in group.layer_names
+        if group.spec.is_recurrent and limits.max_num_drafts
+    }
 
 
 def _make_sampling_end(

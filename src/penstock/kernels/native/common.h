@@ -55,6 +55,14 @@ void call_recorded(void (*function)(Arguments...), const int64_t* arguments) {
 // Storage types as numbered in kernels/native.py.
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
+// Calls the macro `call` with the type that `dtype` names.
+#define PENSTOCK_BY_DTYPE(call)           \
+    switch (dtype) {                      \
+        case kFloat32: return call(float); \
+        case kBFloat16: return call(bf16); \
+        case kFloat16: return call(f16);   \
+    }
+
 namespace {
 
 // Transposes a block of 4 x 4 numbers of 32 bits. Strides are the distances of rows, in numbers.

@@ -66,6 +66,18 @@ void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width, i
     });
 }
 
+template <class T>
+void multiply_by_sigmoid(void* x, const void* gate, int64_t rows, int64_t width, int64_t threads) {
+    run_each(rows, width, threads, [&](int64_t row) {
+        T* to = static_cast<T*>(x) + row * width;
+        const T* from = static_cast<const T*>(gate) + row * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const Vec factor = splat(1) / sigmoid_denominator(load_first(from + i, width - i));
+            store_first(to + i, load_first(to + i, width - i) * round_to<T>(factor), width - i);
+        }
+    });
+}
+
 // One vector of x + residual; `residual` may be null.
 template <class T>
 Vec sum_with(const T* x, const T* residual, int64_t count) {
@@ -246,13 +258,6 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
 
 using namespace penstock::ISA;
 
-#define PENSTOCK_BY_DTYPE(call)           \
-    switch (dtype) {                      \
-        case kFloat32: return call(float); \
-        case kBFloat16: return call(bf16); \
-        case kFloat16: return call(f16);   \
-    }
-
 PENSTOCK_EXPORT(void, rms_norm)
 (const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, int64_t threads, float eps,
  int32_t dtype, int32_t has_float_weight) {
@@ -304,6 +309,14 @@ PENSTOCK_EXPORT(void, soft_cap)
 #undef CALL
 }
 PENSTOCK_RECORDABLE(soft_cap)
+
+PENSTOCK_EXPORT(void, multiply_by_sigmoid)
+(void* x, const void* gate, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
+#define CALL(T) multiply_by_sigmoid<T>(x, gate, rows, width, threads)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+PENSTOCK_RECORDABLE(multiply_by_sigmoid)
 
 PENSTOCK_EXPORT(void, sigmoid)(float* x, int64_t count) { sigmoid(x, count); }
 

@@ -8,6 +8,7 @@ import torch
 from penstock.attention.backend import AttentionMetadata
 from penstock.config.engine import SchedulerConfig
 from penstock.kernels.prepare_inputs import TokenInputs, expand_tokens, slot_mapping
+from penstock.kernels.recurrent import StateRows
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.block_tables import BlockTables
@@ -62,8 +63,20 @@ class TorchInputBuilder:
             logits_indices=logits_indices,
             logits_rows=tokens.rows[logits_indices],
             logits_positions=tokens.positions[logits_indices] + 1,
-            attention=self._attention(query_start_loc, seq_lens, idx_mapping, tokens, shape),
+            attention=self._attention(query_start_loc, seq_lens, idx_mapping, tokens, shape, self._state_rows(host)),
         )
+
+    def _state_rows(self, host: HostBatch) -> StateRows:
+        """Returns what recurrent layers must know of drafts, and counts the tokens that their states will contain."""
+        block_size, counts = self._blocks.block_size, self._states.num_in_states
+        if not self._states.drafts.shape[1] or True not in self._blocks.is_recurrent:
+            return StateRows(block_size)
+        rows, num_drafts = torch.from_numpy(host.rows), torch.zeros(len(host.rows), dtype=torch.int32)
+        num_drafts[host.sampling] = torch.from_numpy(host.num_drafts).to(torch.int32)
+        start = self._states.num_computed_exact[rows, 0]
+        num_pending = (start - counts[rows, 0]).to(torch.int32)
+        counts[rows, 0] = start + torch.from_numpy(host.query_lens) - num_drafts
+        return StateRows(block_size, rows, num_pending, num_drafts)
 
     def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
         rows = batch.tensors.sampling_rows
@@ -81,9 +94,10 @@ class TorchInputBuilder:
         rows: torch.Tensor,
         tokens: TokenInputs,
         shape: BatchDescriptor,
+        states: StateRows | None = None,
     ) -> tuple[AttentionMetadata, ...]:
-        """Returns one view of the requests per KV group; the tables are cut to a power of two of blocks that holds the
-        longest request, so that nearly every step has the width of the last one.
+        """Returns one view of the requests per KV group, for recurrent layers with `states`; the tables are cut to a
+        power of two of blocks that holds the longest request, so that nearly every step has the width of the last one.
         """
         block_size = self._blocks.block_size
         width = max(_LEAST_WIDTH, 1 << (cdiv(shape.max_seq_len, block_size) - 1).bit_length())
@@ -95,8 +109,9 @@ class TorchInputBuilder:
                 slot_mapping=slot_mapping(table, tokens, block_size),
                 max_query_len=shape.max_query_len,
                 max_seq_len=shape.max_seq_len,
+                states=states if is_recurrent else None,
             )
-            for table in self._blocks.tables
+            for table, is_recurrent in zip(self._blocks.tables, self._blocks.is_recurrent, strict=True)
         )
 
 

@@ -1,0 +1,89 @@
+"""The fields of recurrent layers, read from `config.json`.
+
+Only this module knows which model types have recurrent layers, and how their fields are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.config.fields import read_count
+from penstock.utils.errors import ConfigError
+
+LINEAR = "linear_attention"
+"""The name of a recurrent layer in `layer_types`."""
+
+_WITH_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """The sizes of a gated delta rule (`kernels.gated_delta`), or of some of its key heads with their value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+
+    def of(self, key_heads: range) -> DeltaSizes:
+        """Returns the sizes of these key heads and their value heads."""
+        return replace(self, key_heads=len(key_heads), value_heads=len(key_heads) * self.group)
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def unit(self) -> int:
+        """Channels of a key head: its query, its key and its values."""
+        return 2 * self.key_size + self.group * self.value_size
+
+    @property
+    def channels(self) -> int:
+        return self.key_heads * self.unit
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a key head's state."""
+        return self.group * self.key_size * self.value_size + (self.taps - 1) * self.unit
+
+    @property
+    def draft_inputs(self) -> int:
+        """Inputs of a key head that are kept of a token that is a draft."""
+        return self.unit + 2 * self.group
+
+
+def has_recurrent_layers(raw: Mapping[str, Any]) -> bool:
+    """Returns whether some layers of the model type are recurrent."""
+    return raw["model_type"] in _WITH_DELTA
+
+
+def recurrent_layer_types(raw: Mapping[str, Any], num_layers: int, attention: str) -> tuple[str, ...]:
+    """Returns the kinds of layers of a model that does not name them: every so many have attention."""
+    interval = read_count(raw, "full_attention_interval", 4)
+    return tuple(LINEAR if (layer + 1) % interval else attention for layer in range(num_layers))
+
+
+def read_delta(raw: Mapping[str, Any]) -> DeltaSizes | None:
+    """Reads the contents of a `config.json`; None if the model type has no gated delta rule. Raises ConfigError for
+    impossible numbers.
+    """
+    if raw["model_type"] not in _WITH_DELTA:
+        return None
+    sizes = DeltaSizes(
+        key_heads=read_count(raw, "linear_num_key_heads", 16),
+        value_heads=read_count(raw, "linear_num_value_heads", 32),
+        key_size=read_count(raw, "linear_key_head_dim", 128),
+        value_size=read_count(raw, "linear_value_head_dim", 128),
+        taps=read_count(raw, "linear_conv_kernel_dim", 4),
+    )
+    if sizes.value_heads % sizes.key_heads:
+        raise ConfigError(
+            f"linear_num_value_heads ({sizes.value_heads}) is not a multiple of "
+            f"linear_num_key_heads ({sizes.key_heads})"
+        )
+    return sizes
