@@ -383,7 +383,7 @@ def make_wrapper_checkpoint(name: str, folder: Path) -> Path:
     """Writes a multimodal checkpoint of `WRAPPERS` in float32, in the layout of transformers' own files."""
     text, vision = WRAPPERS[name]
     config = transformers.AutoConfig.for_model(name, text_config={**COMMON, **text}, vision_config=vision)
-    return _save(config, folder / name, transformers.AutoModelForImageTextToText, torch.float32, {})
+    return save_random(config, folder / name, transformers.AutoModelForImageTextToText, torch.float32)
 
 
 def make_mtp_checkpoint(
@@ -453,10 +453,13 @@ def make_encoder_checkpoint(
 def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str, Any], save: dict[str, Any]) -> Path:
     model_type, differences = {**CHECKPOINTS, **ENCODERS}[name]
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differences, **fields})
-    return _save(config, path, kind, dtype, save)
+    return save_random(config, path, kind, dtype, save)
 
 
-def _save(config: Any, path: Path, kind: Any, dtype: torch.dtype, save: dict[str, Any]) -> Path:
+def save_random(
+    config: Any, path: Path, kind: Any, dtype: torch.dtype, save: dict[str, Any] | None = None
+) -> Path:
+    """Writes a random model of transformers' class `kind`; `save` goes to `save_pretrained`."""
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -468,7 +471,7 @@ def _save(config: Any, path: Path, kind: Any, dtype: torch.dtype, save: dict[str
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
-    model.to(dtype).save_pretrained(path, **save)
+    model.to(dtype).save_pretrained(path, **(save or {}))
     return path
 
 

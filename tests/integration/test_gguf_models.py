@@ -16,8 +16,9 @@ from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.config.rope import RopeConfig
 from penstock.layers.rotary import rotary_table
+from penstock.utils.errors import ConfigError
 from tests.gguf_files import write_gguf
-from tests.integration.checkpoints import COMMON, LLAMA3_ROPE
+from tests.integration.checkpoints import COMMON, LLAMA3_ROPE, save_random
 from tests.integration.test_identity_families import check_twins
 
 KINDS = gguf.GGMLQuantizationType
@@ -30,38 +31,179 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+SHARED = {"first_k_dense_replace": 1, "moe_intermediate_size": 64, "num_experts_per_tok": 3, "n_shared_experts": 2}
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 26}
+LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0 + i / 20 for i in range(6)],
+    "long_factor": [1.5 + i / 2 for i in range(6)],
+    "original_max_position_embeddings": 64,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.7,
+}
 # Name -> model type, what differs from SIZES, the type of its matrices, and engine arguments.
 MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
     "llama": ("llama", {}, KINDS.Q4_0, {"tensor_parallel_size": 3}),
-    "llama, tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}, KINDS.Q8_0, {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, KINDS.Q8_0, {}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}, KINDS.Q5_1, {"tensor_parallel_size": 2}),
     "qwen2": ("qwen2", {}, KINDS.Q5_0, {"tensor_parallel_size": 2}),
     "qwen3": ("qwen3", {}, KINDS.Q4_1, {}),
     "qwen3moe": ("qwen3_moe", EXPERTS, KINDS.Q8_0, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "gemma2": (
+        "gemma2",
+        {**WINDOWS, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+        KINDS.Q8_0,
+        {"tensor_parallel_size": 2},
+    ),
     "gemma3": ("gemma3_text", {"sliding_window": 26, "query_pre_attn_scalar": 32}, KINDS.Q4_0, {}),
+    "phi3": ("phi3", {"head_dim": None, "sliding_window": 23}, KINDS.Q4_0, {}),
+    "phi3, long contexts": (
+        "phi3",
+        {"head_dim": None, "rope_parameters": LONGROPE, "tie_word_embeddings": True},
+        KINDS.Q8_0,
+        {"tensor_parallel_size": 2},
+    ),
+    "granite": ("granite", {**MULTIPLIERS, "head_dim": None, "tie_word_embeddings": True}, KINDS.Q4_0, {}),
+    "granite, biases": ("granite", {**MULTIPLIERS, "head_dim": None, "attention_bias": True}, KINDS.Q8_0, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}, KINDS.Q8_0, {}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}, KINDS.Q4_0, {"tensor_parallel_size": 2}),
+    "olmo3": ("olmo3", {**WINDOWS, "layer_types": LAST_FULL, "rope_parameters": YARN}, KINDS.Q8_0, {}),
+    "exaone4": ("exaone4", {**WINDOWS, "layer_types": LAST_FULL}, KINDS.Q8_0, {}),
+    "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, KINDS.Q4_0, {}),
+    "cohere2": (
+        "cohere2",
+        {**WINDOWS, "logit_scale": 0.3, "layer_types": LAST_FULL, "tie_word_embeddings": True},
+        KINDS.Q8_0,
+        {},
+    ),
+    "mistral3": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        KINDS.Q8_0,
+        {},
+    ),
+    "glm4": (
+        "glm4",
+        {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        KINDS.Q5_0,
+        {"tensor_parallel_size": 2},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 26,
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 24.0},
+        },
+        KINDS.Q8_0,
+        {"tensor_parallel_size": 2},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            **SHARED,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.8,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        KINDS.Q4_0,
+        {},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            **SHARED,
+            "n_routed_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        KINDS.Q8_0,
+        {"tensor_parallel_size": 3},
+    ),
+    "glm-flash": (
+        "glm4_moe_lite",
+        {**LATENT, **SHARED, "n_routed_experts": 10, "n_group": 1, "topk_group": 1, "v_head_dim": 64},
+        KINDS.Q8_0,
+        {},
+    ),
+    "youtu": ("youtu", {**LATENT, "tie_word_embeddings": True, "attention_bias": True}, KINDS.Q4_0, {}),
+}
+# Matrices of another kind, by the end of their names.
+OTHERS: dict[str, dict[str, KINDS]] = {
+    "qwen2": {"v_proj.weight": KINDS.Q8_0, "down_proj.weight": KINDS.F16},
+    "gpt-oss": {f"experts.{part}_proj.weight": KINDS.MXFP4 for part in ("gate", "up", "down")},
+    "deepseek-v2": {"k_b_proj.weight": KINDS.BF16},
 }
 
 
 def make_model(model_type: str, changes: dict[str, Any], folder: Path) -> Path:
-    path = folder / "model"
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(path)
-    return path
+    fields = {name: value for name, value in {**SIZES, **changes}.items() if value is not None or name != "head_dim"}
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    return save_random(config, folder / "model", transformers.AutoModelForCausalLM, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_file_has_the_tokens_of_its_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model_type, changes, kind, arguments = MODELS[name]
-    path = make_model(model_type, changes, tmp_path)
-    file = tmp_path / "model.gguf"
-    others = {"v_proj.weight": KINDS.Q8_0, "down_proj.weight": KINDS.F16} if name == "qwen2" else {}
-    values = write_gguf(path, file, kind, others)
-    twin = tmp_path / "twin"
+def make_twins(name: str, folder: Path, file: Path, num_parts: int = 1) -> Path:
+    """Writes a model's file and returns a checkpoint with the values that it stands for."""
+    model_type, changes, kind, _ = MODELS[name]
+    path = make_model(model_type, changes, folder)
+    values = write_gguf(path, file, kind, OTHERS.get(name), num_parts=num_parts)
+    twin = folder / "twin"
     shutil.copytree(path, twin)
     save_file({name: value.contiguous() for name, value in values.items()}, twin / "model.safetensors")
-    check_twins(file, twin, arguments)
+    return twin
+
+
+# Those with what others do not have: rows in another order, divided tensors, experts in one tensor, norms plus one.
+QUICK = ("llama", "qwen2", "gemma2", "phi3, long contexts", "granite, biases", "gpt-oss", "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MODELS]
+)
+def test_a_file_has_the_tokens_of_its_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    check_twins(file, make_twins(name, tmp_path, file), MODELS[name][3])
+
+
+def test_a_model_in_several_files_is_opened_by_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = [tmp_path / f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    twin = make_twins("qwen3", tmp_path, files[0], num_parts=3)
+    # As in the cache of a hub: the files have names, and what they lead to has others.
+    (tmp_path / "blobs").mkdir()
+    for number, each in enumerate(files):
+        each.rename(tmp_path / "blobs" / f"{number}")
+        each.symlink_to(tmp_path / "blobs" / f"{number}")
+    check_twins(files[1], twin, {})
+    assert {resolve_model_path(str(each)) for each in files} == {resolve_model_path(str(files[0]))}
+    files[2].unlink()
+    with pytest.raises(ConfigError, match=r"model-00003-of-00003\.gguf is missing: .* one of 3 files"):
+        resolve_model_path(str(files[0]))
 
 
 def test_the_frequencies_of_llama_3_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
     if info.num_blocks:
         tokens = f"{info.num_blocks * info.block_size:,} tokens in {info.num_blocks:,} blocks"
         cache = f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens}"
+    weights = f"{info.weights}, {8 * info.weight_bytes / max(1, info.num_weights):.1f} bits each"
     rows = (
         ("model", f"{model}, {info.dtype}"),
         *((("serves", f"the text part of a {info.wrapper}, without images, video and sound"),) if info.wrapper else ()),
@@ -51,6 +52,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         *((("answers", f"{info.pooling}"),) if info.pooling is not None else ()),
         *((("ranks", f"{info.num_ranks}: {sizes}"),) if info.num_ranks > 1 else ()),
         ("device", f"{device}, {info.kernels} kernels{threads}"),
+        ("weights", f"{weights}, {info.weight_bytes / 2**30:.2f} GiB"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", cache),
         *((("states", _describe_states(info)),) if info.num_states else ()),

@@ -30,10 +30,16 @@ class QuantizationConfig:
 
     method: str
     bits: int = 8  # the fewest of a layer; of a GGUF file unknown
+    formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
     group: int = 0
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
     rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
+
+    @property
+    def name(self) -> str:
+        """The formats in words."""
+        return ", ".join(self.formats) or self.method
 
     @property
     def expansion(self) -> int:
@@ -95,7 +101,8 @@ def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
     if method in _AUTO_ROUND:
         return _read_auto_round(reader)
     if method == GGUF:
-        return QuantizationConfig(GGUF)
+        formats: Any = reader.fields.get("formats") or ()
+        return QuantizationConfig(GGUF, formats=tuple(map(str, formats)))
     if method == MXFP4:
         return QuantizationConfig(MXFP4, bits=4, group=32)
     raise ConfigError(

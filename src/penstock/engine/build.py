@@ -170,8 +170,18 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         shares_experts=config.parallel.num_joint_engines > 1,
         pooling=None if config.pooling is None else config.pooling.summary,
         wrapper=config.model.wrapper,
+        weights=_weight_formats(config),
+        num_weights=sum(each.num_weights for each in facts),
+        weight_bytes=sum(each.weight_bytes for each in facts),
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)
+
+
+def _weight_formats(config: EngineConfig) -> str:
+    if config.model.quantization is not None:
+        return config.model.quantization.name
+    bits = config.load_quantization.layers
+    return f"int{bits}" if bits else config.model.dtype
 
 
 class LazyGrammarBackend:

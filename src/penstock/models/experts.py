@@ -305,8 +305,10 @@ def _load_experts(
         is_clamped=experts.activation == CLAMPED,
     )
     made: GroupedExperts | None = None
-    is_fused = not weights.has(f"experts.0.{names.gate}.weight") and weights.has("experts.gate_up_proj")
-    read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
+    read = _read_single
+    if not weights.has(f"experts.0.{names.gate}.weight"):
+        is_fused = weights.has("experts.gate_up_proj")
+        read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
     for slot, expert in enumerate(chosen):
         if expert == SPARE:
             continue
@@ -351,7 +353,11 @@ def _read_single(experts: ExpertsConfig, hidden: int, weights: Weights, names: _
     """Returns this rank's gate and up rows, [2 own I, H], its rows of down, [own H, I], and their biases if any."""
     inner, own = experts.intermediate_size, weights / "experts" / expert
     gate_up = own.layer_weight({f"{names.gate}.weight": inner, f"{names.up}.weight": inner}, hidden)
-    return gate_up, own.layer_weight({f"{names.down}.weight": hidden}, inner), None
+    down, biases = own.layer_weight({f"{names.down}.weight": hidden}, inner), None
+    if experts.has_biases:
+        of_gate_up = own.tensors({f"{names.gate}.bias": inner, f"{names.up}.bias": inner})
+        biases = Biases(of_gate_up, own.tensors({f"{names.down}.bias": hidden}))
+    return gate_up, down, biases
 
 
 def _read_fused(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:

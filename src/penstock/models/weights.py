@@ -160,6 +160,18 @@ class WeightsDigest:
         return tuple(structs.replace(rows, name=prefix + rows.name) for rows in self._rows.values())
 
 
+@dataclass(slots=True)
+class LoadedSize:
+    """How many weights layers have taken so far, and their bytes; what ranks share, each of them counts."""
+
+    num_weights: int = 0
+    num_bytes: int = 0
+
+    def add(self, weight: LayerWeight) -> None:
+        self.num_weights += weight.shape.numel()
+        self.num_bytes += weight.nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A source under a prefix, delivering one dtype on one device. `weights / "model"` extends the prefix.
@@ -168,7 +180,7 @@ class Weights:
     `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
     or as fast as possible, and `check` is called with each of them and its weight. With `expert_parallel` the ranks
     have whole experts; these are divided among the ranks of `expert_group`, by default `group`. Layers that are stored
-    unquantized are rounded as `load_quantization` says.
+    unquantized are rounded as `load_quantization` says. `size` counts what is delivered.
     """
 
     source: WeightSource
@@ -184,6 +196,7 @@ class Weights:
     digest: WeightsDigest = field(default_factory=WeightsDigest)
     check: Check = trust
     load_quantization: LoadQuantization = AS_STORED
+    size: LoadedSize = field(default_factory=LoadedSize)
 
     def __truediv__(self, part: str | int) -> Weights:
         return replace(self, prefix=f"{self.prefix}{part}.")
@@ -239,17 +252,22 @@ class Weights:
         return parts, (sum(len(own) for _, _, own in pieces), *width)
 
     def _delivered(self, parts: Iterable[LayerWeight], shape: Sequence[int]) -> torch.Tensor:
-        return self.delivery(map(dense, parts), shape, self.dtype, self.device)
+        weight = self.delivery(map(dense, parts), shape, self.dtype, self.device)
+        self.size.add(weight)
+        return weight
 
     def _joined(self, parts: Iterable[LayerWeight], shape: Sequence[int]) -> LayerWeight:
         """Returns the rows of all parts, quantized if they are of one kind, or if layers are quantized here."""
         if not keeps_quantized(self.dtype, self.device):
             return self._delivered(parts, shape)
         found = list(_join_alike(parts))
-        if len(found) == 1 and isinstance(found[0], QuantizedWeight):
-            return found[0]
-        weight, bits = self._delivered(found, shape), self.load_quantization.layers
-        return quantize_absmax(weight, bits, LOADED_GROUP) if bits and weight.ndim > 1 else weight
+        bits = self.load_quantization.layers
+        if len(found) > 1 or not isinstance(found[0], QuantizedWeight):
+            if not bits or len(shape) == 1:
+                return self._delivered(found, shape)
+            found = [quantize_absmax(self.delivery(map(dense, found), shape, self.dtype, self.device), bits, LOADED_GROUP)]
+        self.size.add(found[0])
+        return found[0]
 
     def of_expert(
         self, name: str, expert: int, shape: Sequence[int], own: Sequence[range], is_transposed: bool = False

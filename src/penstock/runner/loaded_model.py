@@ -15,6 +15,7 @@ from penstock.models.experts import PlacedExperts
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.models.pooling_head import PoolingHead
+from penstock.models.weights import LoadedSize
 from penstock.parallel.groups import NO_LINKS, RankLinks
 
 DRAFT_PREFIX = "draft."
@@ -27,13 +28,14 @@ class LoadedModel:
     """A model, or a rank's part of it, before it has any KV cache; `drafter` is the speculator's, if it has one.
 
     `experts` are those of both that the ranks divide, by layer. `read` lists what was read of the checkpoints for both,
-    with digests of the bytes if a KV connector needs them.
+    with digests of the bytes if a KV connector needs them; `size` is that of all their weights.
     """
 
     model: Model
     config: ModelConfig
     device: torch.device
     read: tuple[TensorRows, ...]
+    size: LoadedSize = field(default_factory=LoadedSize)
     drafter: Drafter | None = None
     links: RankLinks = NO_LINKS
     pooling_head: PoolingHead | None = None

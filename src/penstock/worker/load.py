@@ -18,9 +18,8 @@ from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
 from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
-from penstock.models.sources.checkpoint import checkpoint_bytes
-from penstock.models.sources.opening import open_weights
-from penstock.models.weights import Weights, WeightsDigest, compare, keeps_quantized, trust
+from penstock.models.sources.opening import loaded_bytes, open_weights
+from penstock.models.weights import LoadedSize, Weights, WeightsDigest, compare, keeps_quantized, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES
@@ -43,9 +42,8 @@ def load_model(
     device, memory = torch.device(config.device), parts.memory
     is_read = config.load_format != "dummy" and parts.has_memory
     if is_read:
-        num_bytes = checkpoint_bytes(config.model.path)
-        if config.model.quantization is not None and not keeps_quantized(TORCH_DTYPES[config.model.dtype], device):
-            num_bytes *= config.model.quantization.expansion
+        dtype = TORCH_DTYPES[config.model.dtype]
+        num_bytes = loaded_bytes(config.model, dtype, keeps_quantized(dtype, device))
         # Engines that share experts have the other layers several times, which are small in comparison.
         num_ranks = config.parallel.num_ranks * config.parallel.num_joint_engines
         needed, available = num_bytes // num_ranks, memory.available()
@@ -61,6 +59,7 @@ def load_model(
         return f"it has {memory.available() / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
 
     digests: list[WeightsDigest] = []
+    size = LoadedSize()
     check = compare if config.check_weights and parts.has_memory else trust
 
     @contextmanager
@@ -82,6 +81,7 @@ def load_model(
                 digest=digests[-1],
                 check=check,
                 load_quantization=config.load_quantization,
+                size=size,
             )
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
@@ -90,7 +90,7 @@ def load_model(
     read = tuple(rows for prefix, each in zip(("", DRAFT_PREFIX), digests, strict=False) for rows in each.rows(prefix))
     if config.pooling is None:
         model = parts.for_small_steps(model, config.execution)
-    return LoadedModel(model, config.model, device, read, drafter, links, head, experts)
+    return LoadedModel(model, config.model, device, read, size, drafter, links, head, experts)
 
 
 def _read_head(

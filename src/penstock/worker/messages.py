@@ -58,7 +58,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafter's under separate names; its KV at a position depends on the following `num_tokens_ahead` tokens.
     `expert_memories` are the names of the memory of a layer's experts, if experts move; those of a drafter are among
     them. `arithmetic` names the kernels: those with another name give other last bits. `read` lists what was read of
-    the checkpoints. `kernels`, `device_name` and `num_threads` are for display (`EngineInfo`).
+    the checkpoints. `kernels`, `device_name`, `num_threads`, `num_weights` and `weight_bytes` are for
+    display (`EngineInfo`).
     """
 
     shard: ShardId
@@ -72,6 +73,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     device_name: str
     num_threads: int
+    num_weights: int = 0
+    weight_bytes: int = 0
     expert_memories: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
 
 

@@ -132,6 +132,8 @@ class LoadedWorker:
             memory=memory_budget(config, loaded, smallest, parts),
             arithmetic=parts.arithmetic(config.execution),
             read=loaded.read,
+            num_weights=loaded.size.num_weights,
+            weight_bytes=loaded.size.num_bytes,
             kernels=parts.kernels,
             device_name=parts.device_name,
             num_threads=native.num_threads(),

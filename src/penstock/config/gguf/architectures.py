@@ -1,4 +1,4 @@
-"""What llama.cpp calls a model's fields and tensors, by architecture.
+"""A GGUF file's fields and tensors by the names of a Hugging Face checkpoint.
 
 `read_config` returns a GGUF file's metadata as the fields of `config.json`, so that everything else reads one kind of
 configuration; `TensorNames` finds the tensors of a Hugging Face checkpoint among the file's.
@@ -7,10 +7,12 @@ configuration; `TensorNames` finds the tensors of a Hugging Face checkpoint amon
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.gguf.families import FAMILIES, MIXTRAL, Family, head_size
 from penstock.config.gguf.file import GGUFFile
 from penstock.config.quantization import GGUF
 from penstock.utils.errors import ConfigError
@@ -24,66 +26,6 @@ class Place:
     expert: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """`tensors` are the names that differ from Llama's. `has_pairs` says that rows of queries and keys are stored for a
-    rotation of neighbours, and `norm_offset` what was added to the weights of norms.
-    """
-
-    model_type: str
-    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
-    has_pairs: bool = False
-    norm_offset: float = 0.0
-    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
-
-
-def _experts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_experts": fields["expert_count"],
-        "num_experts_per_tok": fields["expert_used_count"],
-        "moe_intermediate_size": fields["expert_feed_forward_length"],
-        "norm_topk_prob": True,
-    }
-
-
-_LAYERS_OF_LARGEST_GEMMA3 = 62
-
-
-def _gemma3(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "sliding_window": fields["attention.sliding_window"],
-        "sliding_window_pattern": fields.get("attention.sliding_window_pattern", 6),
-        "rope_local_base_freq": fields.get("rope.freq_base_swa", 10000.0),
-        # As llama.cpp does: the largest model divides by another number than its size of a head, and no field says so.
-        "query_pre_attn_scalar": (
-            fields["embedding_length"] // fields["attention.head_count"]
-            if fields["block_count"] == _LAYERS_OF_LARGEST_GEMMA3
-            else fields["attention.key_length"]
-        ),
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-
-
-_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-_ROUTED = {
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
-_SANDWICH = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-# llama.cpp's `general.architecture` -> the family.
-FAMILIES = {
-    "llama": _Family("llama", has_pairs=True),
-    "qwen2": _Family("qwen2"),
-    "qwen3": _Family("qwen3", _HEAD_NORMS),
-    "qwen3moe": _Family("qwen3_moe", {**_HEAD_NORMS, **_ROUTED}, fields=_experts),
-    "gemma3": _Family("gemma3_text", {**_HEAD_NORMS, **_SANDWICH}, norm_offset=1.0, fields=_gemma3),
-}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -96,11 +38,12 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
-def family_of(file: GGUFFile) -> _Family:
+def family_of(file: GGUFFile) -> Family:
     """Raises ConfigError if the file's architecture is not served."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in FAMILIES:
@@ -108,7 +51,15 @@ def family_of(file: GGUFFile) -> _Family:
             f"{file.path} has the architecture {architecture!r}, and Penstock reads GGUF files of "
             f"{', '.join(FAMILIES)}: use the safetensors checkpoint"
         )
+    if architecture == "llama" and file.metadata.get("llama.expert_count"):
+        return MIXTRAL
     return FAMILIES[architecture]
+
+
+def fields_of(file: GGUFFile) -> dict[str, Any]:
+    """Returns the metadata of the file's architecture, under names without its own."""
+    prefix = f"{file.metadata['general.architecture']}."
+    return {name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}
 
 
 class TensorNames:
@@ -130,50 +81,39 @@ class TensorNames:
         expert = _EXPERT.fullmatch(part)
         if expert is not None:
             part = f"{expert[1]}.{expert[3]}"
+        if f"{part}.{kind}" in self._names:
+            return Place(f"blk.{layer}.{self._names[f'{part}.{kind}']}")
         if part not in self._names:
             return None
         return Place(f"blk.{layer}.{self._names[part]}.{kind}", None if expert is None else int(expert[2]))
 
 
-def head_dim(file: GGUFFile) -> int:
-    """Returns the size of a head of keys. Raises KeyError if the file does not tell."""
-    prefix = file.metadata["general.architecture"]
-    size = file.metadata.get(f"{prefix}.attention.key_length")
-    if size is not None:
-        return size
-    return file.metadata[f"{prefix}.embedding_length"] // file.metadata[f"{prefix}.attention.head_count"]
-
-
 def read_config(file: GGUFFile) -> dict[str, Any]:
     """Returns the fields of `config.json`. Raises ConfigError if the file lacks one, or is not a model's."""
-    family = family_of(file)
+    family, fields = family_of(file), fields_of(file)
     prefix = f"{file.metadata['general.architecture']}."
-    fields = {name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}
-    num_files = file.metadata.get("split.count", 1)
-    if num_files not in (0, 1):
-        raise ConfigError(
-            f"{file.path} is one of {num_files} files: join them with llama.cpp's llama-gguf-split --merge, and "
-            "pass the result"
-        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path} has no token_embd.weight [vocabulary, hidden size]: it is not a whole model")
-    if family.model_type == "llama" and fields.get("expert_count"):
-        raise ConfigError(f"{file.path} is Mixtral, which Penstock reads from safetensors: use that checkpoint")
     num_layers = fields.get("block_count")
     if isinstance(num_layers, int) and num_layers > len(file.tensors):
         raise ConfigError(f"{file.path} has {len(file.tensors)} tensors for {prefix}block_count={num_layers} layers")
+    if family.model_type == "deepseek_v3" and "expert_gating_func" not in fields:
+        # Older files do not say it; only a router of sigmoids has a bias for the choice.
+        fields["expert_gating_func"] = 1 + any(name.endswith("exp_probs_b.bias") for name in file.tensors)
     try:
         return _common(file, family, fields, embedding.shape[0]) | family.fields(fields)
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{file.path}: the fields {prefix}* cannot be used: {error}") from None
     except KeyError as error:
-        raise ConfigError(f"{file.path} lacks the field {prefix}{error.args[0].removeprefix(prefix)}") from None
+        raise ConfigError(f"{file.path} lacks the field {prefix}{error.args[0]}") from None
 
 
-def _common(file: GGUFFile, family: _Family, fields: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     num_heads = fields["attention.head_count"]
     dense = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    norm = "layer_norm" if family.model_type == "cohere2" else "layer_norm_rms"
+    has_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv", "attn_kv_a_mqa"))
     return {
         "model_type": family.model_type,
         "architectures": [file.metadata["general.architecture"]],
@@ -184,30 +124,48 @@ def _common(file: GGUFFile, family: _Family, fields: Mapping[str, Any], vocab_si
         "num_hidden_layers": fields["block_count"],
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", num_heads),
-        "head_dim": head_dim(file),
+        "head_dim": head_size(fields),
         "max_position_embeddings": fields["context_length"],
-        "rms_norm_eps": fields["attention.layer_norm_rms_epsilon"],
+        "rms_norm_eps": fields[f"attention.{norm}_epsilon"],
         "rope_theta": fields.get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(file, fields),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors and family.model_type != "qwen2",
+        "rope_scaling": _rope_scaling(file, family, fields),
+        "attention_bias": has_bias and family.model_type != "qwen2",
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "quantization_config": {"quant_method": GGUF},
+        "quantization_config": {"quant_method": GGUF, "formats": _formats(file)},
     }
 
 
-def _rope_scaling(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+_SMALLEST_SHARE = 0.01
+
+
+def _formats(file: GGUFFile) -> list[str]:
+    """Returns the types of the matrices, that of most bytes first, without those of a few."""
+    counts = Counter[str]()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            counts[tensor.type.name.lower()] += tensor.num_bytes
+    return [name for name, count in counts.most_common() if count > counts.total() * _SMALLEST_SHARE]
+
+
+def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Llama 3's rule is stored as what it does: a divisor for every frequency."""
-    tensor = file.tensors.get("rope_freqs.weight")
-    if tensor is not None:
-        if tensor.type.name != "F32" or len(tensor.shape) != 1:
-            raise ConfigError(f"{file.path}: rope_freqs.weight must be F32 numbers in one dimension")
-        divisors = file.rows("rope_freqs.weight", 0, 1).view("<f4")[0].tolist()
+    if "rope_freqs.weight" in file.tensors:
+        divisors = _frequencies(file, "rope_freqs.weight")
         return {
             "rope_type": "longrope",
             "short_factor": divisors,
             "long_factor": divisors,
             "original_max_position_embeddings": fields["context_length"],
             "attention_factor": 1.0,
+        }
+    if "rope_factors_long.weight" in file.tensors:
+        return {
+            "rope_type": "longrope",
+            "short_factor": _frequencies(file, "rope_factors_short.weight"),
+            "long_factor": _frequencies(file, "rope_factors_long.weight"),
+            "original_max_position_embeddings": fields["rope.scaling.original_context_length"],
+            "attention_factor": fields.get("rope.scaling.attn_factor"),
         }
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none":
@@ -217,4 +175,15 @@ def _rope_scaling(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, Any] |
     scaling = {"rope_type": kind, "factor": fields["rope.scaling.factor"]}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields["rope.scaling.original_context_length"]
-    return scaling
+        for name, stored in _YARN.items():
+            if f"rope.scaling.{stored}" in fields:
+                scaling[name] = fields[f"rope.scaling.{stored}"]
+    return scaling | family.scaling(fields)
+
+
+def _frequencies(file: GGUFFile, name: str) -> list[float]:
+    """Returns a number for every frequency. Raises ConfigError if the tensor is no list of float32."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise ConfigError(f"{file.path}: {name} must be F32 numbers in one dimension")
+    return file.rows(name, 0, 1).view("<f4")[0].tolist()

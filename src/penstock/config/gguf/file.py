@@ -1,4 +1,4 @@
-"""Reads GGUF files, llama.cpp's: metadata, and tensors in blocks of quantized numbers.
+"""Reads GGUF files, llama.cpp's: metadata, and tensors in blocks of quantized numbers. A model may be in several files.
 
 The format's specification is `docs/gguf.md` in the repository ggml-org/ggml. Nothing in a file is trusted: a length, a
 count or an offset that points beyond the file is an error before anything is allocated for it.
@@ -7,6 +7,8 @@ count or an offset that points beyond the file is an error before anything is al
 from __future__ import annotations
 
 import mmap
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
 _MOST_NESTED = 4
+_MOST_PARTS = 99999
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
 # The metadata's type -> its numpy type.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -53,11 +57,12 @@ BLOCK_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`shape` is the outermost dimension first; `start` is the position of its bytes in the file."""
+    """`shape` is the outermost dimension first; `start` is the position of its bytes in the mapped `file`."""
 
     type: BlockType
     shape: tuple[int, ...]
     start: int
+    file: mmap.mmap
 
     @property
     def row_bytes(self) -> int:
@@ -71,9 +76,17 @@ class StoredTensor:
             count *= size
         return count
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_bytes // self.type.num_bytes
+
 
 class GGUFFile:
-    """The metadata and the tensors of one file, which is mapped, not read."""
+    """The metadata and the tensors of one file, which is mapped, not read; of a part, unless it is `open_gguf`'s."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file is not GGUF, is truncated, or has tensors of a type that is not read."""
@@ -101,7 +114,28 @@ class GGUFFile:
         tensor = self.tensors[name]
         count, width = end - first, tensor.row_bytes
         start = tensor.start + first * width
-        return np.frombuffer(self._bytes, np.uint8, count * width, start).reshape(count, width)
+        return np.frombuffer(tensor.file, np.uint8, count * width, start).reshape(count, width)
+
+    @property
+    def num_parts(self) -> int:
+        """How many files the model is divided into. Raises ConfigError if the number is none."""
+        count = self.metadata.get("split.count", 1)
+        if type(count) is not int or count > _MOST_PARTS:
+            raise ConfigError(f"{self.path}: split.count is {count!r}")
+        return max(1, count)
+
+    def add_parts(self, parts: Sequence[GGUFFile]) -> None:
+        """Adds the tensors of the other parts. Raises ConfigError if they are not those of this file's model."""
+        for number, part in enumerate(parts, 1):
+            if part.num_parts != self.num_parts or part.metadata.get("split.no") != number:
+                raise ConfigError(f"{part.path} is not part {number + 1} of {self.num_parts} of {self.path}")
+            twice = next((name for name in part.tensors if name in self.tensors), None)
+            if twice is not None:
+                raise ConfigError(f"{part.path} has the tensor {twice!r} of another part")
+            self.tensors.update(part.tensors)
+        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        if expected != len(self.tensors):
+            raise ConfigError(f"{self.path} and its parts have {len(self.tensors)} tensors of {expected}")
 
     def _read_directory(self, num_tensors: int) -> dict[str, StoredTensor]:
         found: dict[str, tuple[int, tuple[int, ...], int]] = {}
@@ -132,8 +166,8 @@ class GGUFFile:
             raise ConfigError(
                 f"{self.path}: tensor {name!r} has rows of {shape[-1]} numbers in blocks of {block.values}"
             )
-        tensor = StoredTensor(block, shape, start)
-        if start + tensor.num_rows * tensor.row_bytes > len(self._bytes):
+        tensor = StoredTensor(block, shape, start, self._bytes)
+        if start + tensor.num_bytes > len(self._bytes):
             raise ConfigError(f"{self.path} is truncated: tensor {name!r} ends beyond the file")
         return tensor
 
@@ -167,9 +201,40 @@ class GGUFFile:
                 raise ConfigError(f"{self.path} is truncated, or its header is damaged at byte {self._at}")
             return [self._value(element, depth + 1) for _ in range(count)]
         if kind in _NUMBERS:
-            return self._numbers(kind, 1)[0].item()
+            number = self._numbers(kind, 1)[0]
+            # The shortest decimal number that is stored so: what the converter has read from `config.json`.
+            return float(str(number)) if number.dtype == np.float32 else number.item()
         raise ConfigError(f"{self.path}: its header has a value of the unknown type {kind} before byte {self._at}")
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Returns the files of a model of which one is given: by its name that one, or all its parts in order. Raises
+    ConfigError if a part is missing.
+    """
+    named = _PART.fullmatch(path.name)
+    count = 1 if named is None else int(named[3])
+    if named is None or not 1 <= int(named[2]) <= count:
+        return [path]
+    paths = [path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    for each in paths:
+        if not each.is_file():
+            raise ConfigError(f"{each} is missing: {path.name} is one of {count} files, and all are needed")
+    return paths
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Opens a model by one of its files. Raises ConfigError as `GGUFFile` and `part_paths` do, and if a file is one of
+    several and not named so.
+    """
+    first, *others = (GGUFFile(each) for each in part_paths(path))
+    if first.num_parts != 1 + len(others):
+        raise ConfigError(
+            f"{path} is one of {first.num_parts} files, which are found by their names: give them those of llama.cpp, "
+            f"as in NAME-00001-of-{first.num_parts:05}.gguf"
+        )
+    first.add_parts(others)
+    return first

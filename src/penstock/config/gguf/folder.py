@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -16,36 +17,43 @@ from typing import Any
 
 from penstock.config import env
 from penstock.config.gguf.architectures import read_config
-from penstock.config.gguf.file import GGUFFile
+from penstock.config.gguf.file import open_gguf, part_paths
 from penstock.config.gguf.vocabulary import end_tokens, read_tokenizer, read_tokenizer_config
 from penstock.utils.errors import ConfigError
 
-LINK = "unpacked.gguf"
+_LINK = "unpacked.gguf"
 _TOKENIZER = "tokenizer.json"
 # Changes when what is written changes, so that no older folder is used.
-_VERSION = 1
+_VERSION = 2
 
 
 def unpack_gguf(file: Path, needs_tokenizer: bool = True) -> Path:
-    """Returns the folder of a file. Raises ConfigError if the file is not a model that Penstock serves, or with
-    `needs_tokenizer` if its vocabulary cannot be read.
+    """Returns the folder of a file, which may be any part of a model in several. Raises ConfigError if the file is not a
+    model that Penstock serves, if a part is missing, or with `needs_tokenizer` if its vocabulary cannot be read.
     """
-    file = file.resolve()
+    # Not what a link leads to: parts are found by their names.
+    paths = part_paths(Path(os.path.abspath(file)))
     try:
-        facts = file.stat()
+        facts = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
-    name = hashlib.sha256(f"{_VERSION} {file} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:32]
+    name = hashlib.sha256(" ".join((str(_VERSION), *facts)).encode()).hexdigest()[:32]
     folder = env.cache_folder() / "gguf" / name
     if not folder.is_dir():
-        _write(file, folder)
+        _write(paths[0], folder)
     if needs_tokenizer and not (folder / _TOKENIZER).is_file():
-        read_tokenizer(GGUFFile(file))
+        read_tokenizer(open_gguf(paths[0]))
     return folder
 
 
+def unpacked_file(folder: Path) -> Path | None:
+    """Returns the file of which `unpack_gguf` has made a folder, the first of several; None if it has not made it."""
+    link = folder / _LINK
+    return Path(os.readlink(link)) if link.is_symlink() else None
+
+
 def _write(file: Path, folder: Path) -> None:
-    opened = GGUFFile(file)
+    opened = open_gguf(file)
     contents = {"config.json": read_config(opened)}
     # A vocabulary that cannot be read is no matter with another tokenizer.
     with suppress(ConfigError):
@@ -78,4 +86,4 @@ def _fill(folder: Path, file: Path, contents: dict[str, dict[str, Any]]) -> None
         except TypeError:
             raise ConfigError(f"{file} has a list for {name} where one value is expected: it is damaged") from None
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / LINK).symlink_to(file)
+    (folder / _LINK).symlink_to(file)

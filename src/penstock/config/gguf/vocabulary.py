@@ -7,6 +7,7 @@ of the rule that divides a text into words (`tokenizer.ggml.pre`); "llama" is th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,19 @@ from penstock.utils.errors import ConfigError
 
 # Token types of llama.cpp.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-_BEGINNING = ("llama-bpe", "llama3", "llama-v3")  # words of models whose prompts begin with a token for it
+_END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
+)
+# gpt-oss has these, and "<|end|>" between the messages of an answer.
+_HARMONY = {"<|return|>", "<|call|>"}
+_BEGINNING = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words of models whose prompts begin with a token for it
 # Longer tokens are no words, and splitting one takes time that grows with the square of its length.
 _MOST_CHARACTERS = 1024
 _SPACE = "\u2581"
@@ -26,12 +38,77 @@ _AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The words of a text, as the families' own tokenizers divide it: numbers of up to three digits, or single digits.
 _BY_THREE = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_WORDS
 _BY_DIGIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_WORDS
-# tokenizer.ggml.pre -> the pattern, and whether texts are normalized (NFC).
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _by_case(contractions: str, numbers: str) -> str:
+    """The words of GPT-4o and others: a word ends before an upper-case letter that follows a lower-case one."""
+    before = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{before}{_UPPER}*{_LOWER}+{contractions}|{before}{_UPPER}+{_LOWER}*{contractions}"
+    return words + rf"|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+_CASED = r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\u10d0-\u10ff]]"
+_IDEOGRAPHS, _KANA = "\u4e00-\u9fa5", "\u3040-\u309f\u30a0-\u30ff"
+# Letters, and punctuation with the letters after it; of DeepSeek-V3.
+_LETTERS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_HANGUL = "\uac00-\ud7a3\u3131-\u318e"
+_PUNCTUATION = "\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f"
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How a vocabulary divides a text: by one pattern after another, and with `is_gpt2` as GPT-2 does. `is_normalized`:
+    in the form NFC. `takes_whole`: a word that is a token is not merged from its parts.
+    """
+
+    patterns: tuple[str, ...] = ()
+    is_gpt2: bool = False
+    is_normalized: bool = False
+    takes_whole: bool = False
+
+
+_LLAMA3 = _Words((_BY_THREE,), takes_whole=True)
+_SINGLE_DIGITS = _Words((r"\p{N}",), is_gpt2=True)
+# tokenizer.ggml.pre -> the words.
 _WORDS = {
-    "llama-bpe": (_BY_THREE, False),
-    "llama3": (_BY_THREE, False),
-    "llama-v3": (_BY_THREE, False),
-    "qwen2": (_BY_DIGIT, True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,  # SmolLM3
+    "qwen2": _Words((_BY_DIGIT,), is_normalized=True),
+    "dbrx": _Words((_BY_THREE,)),  # OLMo 2, Phi-4
+    "glm4": _Words((_BY_THREE,)),
+    "chatglm-bpe": _Words((_BY_THREE,)),
+    "gpt-4o": _Words((_by_case(rf"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),  # gpt-oss, Phi-4-mini
+    "tekken": _Words((_by_case("", r"\p{N}"),), takes_whole=True),  # Mistral
+    "gpt-2": _Words(is_gpt2=True),
+    "exaone4": _Words(is_gpt2=True),
+    "refact": _SINGLE_DIGITS,  # Granite 3
+    "smollm": _SINGLE_DIGITS,
+    "command-r": _Words((r"\p{N}",), is_gpt2=True, is_normalized=True),
+    "deepseek-llm": _Words(
+        (
+            r"[\r\n]",
+            rf"\s?{_CASED}+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            "[\u0800-\u9fa5\uac00-\ud7ff]+",
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-v3": _Words((r"\p{N}{1,3}", f"[{_IDEOGRAPHS}{_KANA}]+", _LETTERS)),
+    "youtu": _Words(
+        (
+            f"[{_HANGUL}]+|[{_PUNCTUATION}]+|[\u3105-\u312f]+|[{_IDEOGRAPHS}{_KANA}]+",
+            _by_case(rf"{_CONTRACTIONS}?", r"\p{N}"),
+        ),
+        takes_whole=True,
+    ),
 }
 
 
@@ -70,10 +147,11 @@ def end_tokens(file: GGUFFile) -> list[int]:
     named = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
     tokens = _tokens(file)
     # Files do not name all of them, so llama.cpp knows them by their text.
+    ends = {*_END_TOKENS} - ({"<|end|>"} if set(tokens) >= _HARMONY else set())
     spelled = (
         number
         for number, (token, kind) in enumerate(zip(tokens, _types(file, tokens), strict=True))
-        if kind == _CONTROL and token in _END_TOKENS
+        if kind == _CONTROL and token in ends
     )
     return sorted({*(number for number in named if isinstance(number, int)), *spelled})
 
@@ -95,7 +173,7 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: tokenizer.ggml.pre is {words!r}, and Penstock reads {', '.join(_WORDS)}: pass --tokenizer "
             "FOLDER with the model's tokenizer.json"
         )
-    pattern, is_normalized = _WORDS[words]
+    rule = _WORDS[words]
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ConfigError(f"{file.path} has no tokenizer.ggml.merges: it is damaged")
@@ -103,12 +181,15 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(file, tokens),
-        "normalizer": {"type": "NFC"} if is_normalized else None,
+        "normalizer": {"type": "NFC"} if rule.is_normalized else None,
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+                *(
+                    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+                    for pattern in rule.patterns
+                ),
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": rule.is_gpt2},
             ],
         },
         "post_processor": _post_processor(file, tokens),
@@ -117,8 +198,7 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
             "type": "BPE",
             "vocab": _vocabulary(tokens),
             "merges": merges,
-            # Llama 3 takes a word that is a token before it merges.
-            "ignore_merges": pattern == _BY_THREE,
+            "ignore_merges": rule.takes_whole,
         },
     }
 

@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from penstock.config.gguf.folder import LINK
 from penstock.config.model import read_json
 from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
 from penstock.utils.errors import ConfigError
@@ -61,9 +60,7 @@ class CheckpointSource:
 
 
 def checkpoint_bytes(folder: Path) -> int:
-    """Returns the size of the checkpoint's weight files in bytes."""
-    if (folder / LINK).exists():
-        return (folder / LINK).stat().st_size
+    """Returns the size of a folder's safetensors files in bytes."""
     return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
 
 

@@ -13,35 +13,42 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from penstock.config.gguf.architectures import Place, TensorNames, head_dim
-from penstock.config.gguf.file import GGUFFile, StoredTensor
-from penstock.kernels.quantized import E2M1, QuantizedWeight, integers, signed_integers
+from penstock.config.gguf.architectures import Place, TensorNames, fields_of
+from penstock.config.gguf.families import head_size
+from penstock.config.gguf.file import GGUFFile, StoredTensor, open_gguf
+from penstock.kernels.quantized import E2M1, QuantizedWeight, dense, integers, signed_integers
 from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
 from penstock.utils.errors import ConfigError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP = 32
+# What `attn_kv_b` is divided into: for every head, what makes keys, transposed, and what makes values.
+_LATENT_PARTS = ("attn_k_b", "attn_v_b")
 
 
 class GGUFSource:
     """A `WeightSource`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUFFile(path)
+        self._file = open_gguf(path)
         self._names = TensorNames(self._file)
-        self._head_dim = head_dim(self._file)
+        self._head_dim = head_size(fields_of(self._file))
         total = len(self._file.tensors)
         self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=PROGRESS_DELAY_SECONDS)
 
     def has(self, name: str) -> bool:
         place = self._names.find(name)
-        return place is not None and place.name in self._file.tensors
+        return place is not None and (place.name in self._file.tensors or self._latent_parts(place) is not None)
 
     def close(self) -> None:
         self._progress.close()
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor | QuantizedWeight:
         place = self._names.find(name)
+        latent_parts = None if place is None else self._latent_parts(place)
+        if latent_parts is not None:
+            self._progress.update(2)
+            return self._join_latent(latent_parts, shape, part)
         if place is None or place.name not in self._file.tensors:
             missing = name if place is None else f"{place.name} ({name})"
             raise ConfigError(f"{self._file.path} has no tensor {missing}: it is incomplete or another model's")
@@ -61,7 +68,8 @@ class GGUFSource:
         self, name: str, place: Place, stored: StoredTensor, shape: Sequence[int], part: Part
     ) -> torch.Tensor | QuantizedWeight:
         if len(shape) == 1:
-            values = self._floats(place.name, stored, 0, 1)[0]
+            row = 0 if place.expert is None else place.expert
+            values = self._floats(place.name, stored, row, row + 1)[0]
             module = name.rpartition(".")[0]
             if module.endswith("norm"):
                 values = values.float() - self._names.family.norm_offset
@@ -77,6 +85,34 @@ class GGUFSource:
         rows = self._rows(place, stored, begin, stop, columns)
         order = self._order(begin, stop)[first - begin : end - begin]
         return rows.reordered(order) if isinstance(rows, QuantizedWeight) else rows[order]
+
+    def _latent_parts(self, place: Place) -> tuple[str, str] | None:
+        """Returns the tensors of keys and of values that the file has in place of the one that makes both."""
+        if place.name in self._file.tensors:
+            return None
+        keys, values = (place.name.replace("attn_kv_b", part) for part in _LATENT_PARTS)
+        return (keys, values) if keys != place.name and {keys, values} <= self._file.tensors.keys() else None
+
+    def _join_latent(self, names: tuple[str, str], shape: Sequence[int], part: Part) -> torch.Tensor:
+        """Returns rows of [heads * (plain + value), rank] of keys [heads, rank, plain] and values [heads, value, rank],
+        as values, since keys have their groups along other inputs.
+        """
+        keys, values = (self._file.tensors[name] for name in names)
+        rows, rank = shape
+        if keys.shape[:2] != (keys.shape[0], rank) or values.shape != (keys.shape[0], values.shape[1], rank):
+            raise ConfigError(f"{self._file.path}: {names[0]} {list(keys.shape)} does not fit {list(values.shape)}")
+        size = keys.shape[2] + values.shape[1]
+        if keys.shape[0] * size != rows:
+            raise ConfigError(f"{self._file.path}: {names[0]} and {names[1]} have {keys.shape[0] * size} rows of {rows}")
+        first, end, _ = part[0].indices(rows)
+        heads = range(first // size, -(-end // size))
+        parts: list[torch.Tensor] = []
+        for name, stored in zip(names, (keys, values), strict=True):
+            begin, stop = heads.start * stored.shape[1], heads.stop * stored.shape[1]
+            found = self._rows(Place(name), stored, begin, stop, slice(None))
+            parts.append(dense(found).view(len(heads), stored.shape[1], -1))
+        joined = torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
+        return joined[first - heads.start * size : end - heads.start * size][:, part[1] if len(part) > 1 else slice(None)]
 
     def _rotates_pairs(self, name: str) -> bool:
         return self._names.family.has_pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
@@ -208,3 +244,22 @@ _UNPACKERS: dict[str, Callable[[torch.Tensor, int], QuantizedWeight]] = {
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
 }
+
+
+def bytes_in_memory(file: GGUFFile, dtype: torch.dtype, keeps_quantized: bool) -> int:
+    """Returns the memory that a file's weights take: those of layers as they are stored if they are kept so, the others
+    and the embedding in `dtype`.
+    """
+    is_tied = "output.weight" not in file.tensors
+    total = 0
+    for name, tensor in file.tensors.items():
+        dense_bytes = tensor.num_blocks * tensor.type.values * dtype.itemsize
+        kept_bytes = dense_bytes
+        if keeps_quantized and tensor.type.name in _UNPACKERS:
+            block = torch.zeros((1, tensor.type.num_bytes), dtype=torch.uint8)
+            kept_bytes = tensor.num_blocks * _UNPACKERS[tensor.type.name](block, 1).nbytes
+        if name == "token_embd.weight":
+            # A head of the same tensor is another copy if it is not in the same form.
+            kept_bytes = dense_bytes + (kept_bytes if is_tied and kept_bytes != dense_bytes else 0)
+        total += kept_bytes
+    return total

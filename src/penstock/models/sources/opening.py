@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
-from penstock.config.gguf.folder import LINK
+from penstock.config.gguf.file import open_gguf
+from penstock.config.gguf.folder import unpacked_file
+from penstock.config.model import ModelConfig
 from penstock.config.quantization import QuantizationConfig
-from penstock.models.sources.checkpoint import CheckpointSource
+from penstock.models.sources.checkpoint import CheckpointSource, checkpoint_bytes
 from penstock.models.sources.dummy import DummySource
-from penstock.models.sources.gguf import GGUFSource
+from penstock.models.sources.gguf import GGUFSource, bytes_in_memory
 from penstock.models.sources.quantized import QuantizedSource
 from penstock.models.sources.source import WeightSource
 
@@ -26,7 +28,19 @@ def open_weights(
     """
     if load_format == "dummy":
         return DummySource(device)
-    if (folder / LINK).exists():
-        return GGUFSource(folder / LINK)
+    file = unpacked_file(folder)
+    if file is not None:
+        return GGUFSource(file)
     source = CheckpointSource(folder)
     return source if quantization is None else QuantizedSource(source, quantization)
+
+
+def loaded_bytes(model: ModelConfig, dtype: torch.dtype, keeps_quantized: bool) -> int:
+    """Returns the memory that a checkpoint's weights take: in their formats if layers compute with these, else in
+    `dtype`.
+    """
+    file = unpacked_file(model.path)
+    if file is not None:
+        return bytes_in_memory(open_gguf(file), dtype, keeps_quantized)
+    num_bytes = checkpoint_bytes(model.path)
+    return num_bytes if model.quantization is None or keeps_quantized else num_bytes * model.quantization.expansion
