@@ -16,7 +16,7 @@ import torch
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile
-from penstock.config.gguf.folder import LINK, unpack_gguf
+from penstock.config.gguf.folder import unpack_gguf, unpacked_file
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.kernels.quantized import QuantizedWeight, dense
@@ -120,7 +120,7 @@ def test_a_file_is_a_folder_of_the_cache_and_is_read_once(tmp_path: Path) -> Non
           qwen3__rope__scaling__original_context_length=32)  # fmt: skip
     folder = resolve_model_path(str(file))
     assert folder.is_relative_to(tmp_path / "cache" / "penstock")
-    assert (folder / LINK).resolve() == file.resolve()
+    assert unpacked_file(folder) == file.resolve()
     config = load_model_config(folder)
     assert (config.model_type, config.vocab_size, config.head_dim, config.dtype) == ("qwen3", 8, 16, "bfloat16")
     assert (config.rope.rope_type, config.rope.scaling["factor"]) == ("yarn", 4.0)
@@ -255,7 +255,7 @@ def test_what_a_file_does_not_name_is_what_llama_cpp_takes(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tokenizer__ggml__pre": "tekken"},
+        {"tokenizer__ggml__pre": "superbpe"},
         {"tokenizer__ggml__pre": ["llama-bpe"]},
         {"tokenizer__ggml__token_type": [1]},
         {"tokenizer__ggml__model": "llama", "tokenizer__ggml__scores": ["x"] * 7},
@@ -282,27 +282,57 @@ def test_the_numbers_of_a_file_decide_its_dtype(tmp_path: Path) -> None:
         assert found.dtype == ("float16" if name == "F16" else "bfloat16")
 
 
-def test_parts_of_a_file_and_mixtral_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.gguf", {}, **SHAPE, split__count=3)
-    with pytest.raises(ConfigError, match="one of 3 files: join them with"):
-        unpack_gguf(tmp_path / "a.gguf")
-    fields = {name.replace("qwen3", "llama"): value for name, value in SHAPE.items()}
-    sizes = {"llama__attention__key_length": 16, "llama__embedding_length": 64}
-    write(tmp_path / "b.gguf", embedding(), architecture="llama", **fields, **sizes, llama__expert_count=8)
-    with pytest.raises(ConfigError, match="is Mixtral"):
-        unpack_gguf(tmp_path / "b.gguf")
+PARTS = {"split__count": 2, "split__tensors__count": 2}
 
 
-def test_the_largest_gemma_3_divides_by_another_number(tmp_path: Path) -> None:
-    fields = {name.replace("qwen3", "gemma3"): value for name, value in SHAPE.items()}
-    sizes = {"gemma3__attention__key_length": 24, "gemma3__embedding_length": 64}
-    sizes["gemma3__attention__sliding_window"] = 8
-    for layers, expected in ((2, 24), (62, 16)):
+@pytest.mark.parametrize(
+    ("names", "second", "message"),
+    [
+        (("a.gguf", "b.gguf"), {}, "a.gguf is one of 2 files, which are found by their names"),
+        (("a-00001-of-00003.gguf", "b"), {}, r"a-00002-of-00003\.gguf is missing: .* is one of 3 files"),
+        (("a-00001-of-00002.gguf", "a-00002-of-00002.gguf"), {"split__no": 0}, "is not part 2 of 2 of"),
+        (("a-00001-of-00002.gguf", "a-00002-of-00002.gguf"), {"split__count": 3}, "is not part 2 of 2 of"),
+        (("a-00001-of-00002.gguf", "a-00002-of-00002.gguf"), {"name": "token_embd.weight"}, "the tensor .* of another"),
+        (("a-00001-of-00002.gguf", "a-00002-of-00002.gguf"), {"first": 3}, "have 2 tensors of 3"),
+    ],
+)
+def test_parts_that_are_not_one_model_are_refused(
+    names: tuple[str, str], second: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    paths, options = [tmp_path / name for name in names], dict(second)
+    name, total = options.pop("name", "x"), options.pop("first", 2)
+    write(paths[0], embedding(), **SHAPE, **{**PARTS, "split__tensors__count": total}, split__no=0)
+    write(paths[1], {name: embedding()["token_embd.weight"]}, **{**PARTS, "split__no": 1, **options})
+    with pytest.raises(ConfigError, match=message):
+        unpack_gguf(paths[0], needs_tokenizer=False)
+
+
+@pytest.mark.parametrize(("architecture", "largest"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_divides_by_another_number(architecture: str, largest: int, tmp_path: Path) -> None:
+    fields = {name.replace("qwen3", architecture): value for name, value in SHAPE.items()}
+    sizes = {f"{architecture}__attention__key_length": 24, f"{architecture}__embedding_length": 64}
+    sizes[f"{architecture}__attention__sliding_window"] = 8
+    for layers, expected in ((2, 24), (largest, 16)):
         tensors = embedding() | {f"t{i}": embedding()["token_embd.weight"] for i in range(layers)}
         file = tmp_path / f"{layers}.gguf"
-        write(file, tensors, architecture="gemma3", **{**fields, **sizes, "gemma3__block_count": layers})
+        write(file, tensors, architecture=architecture, **{**fields, **sizes, f"{architecture}__block_count": layers})
         folder = unpack_gguf(file, needs_tokenizer=False)
         assert json.loads((folder / "config.json").read_text())["query_pre_attn_scalar"] == expected
+
+
+def test_a_number_is_the_one_that_the_converter_has_read(tmp_path: Path) -> None:
+    """0.22 in single precision is not the number 0.22, of which a layer's multiplier is made."""
+    write(tmp_path / "a.gguf", embedding(), **{**SHAPE, "qwen3__attention__layer_norm_rms_epsilon": 1.1e-5})
+    config = load_model_config(unpack_gguf(tmp_path / "a.gguf", needs_tokenizer=False))
+    assert config.rms_norm_eps == 1.1e-5
+
+
+def test_a_granite_without_rotation_is_refused(tmp_path: Path) -> None:
+    fields = {name.replace("qwen3", "granite"): value for name, value in SHAPE.items()}
+    fields |= {"granite__embedding_length": 64, "granite__logit_scale": 2.0, "granite__rope__scaling__finetuned": False}
+    write(tmp_path / "a.gguf", embedding(), architecture="granite", **fields)
+    with pytest.raises(ConfigError, match="a Granite without rotation is not served"):
+        unpack_gguf(tmp_path / "a.gguf", needs_tokenizer=False)
 
 
 def test_sentence_pieces_merge_by_score(tmp_path: Path) -> None:

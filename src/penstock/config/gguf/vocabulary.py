@@ -49,7 +49,7 @@ def _by_case(contractions: str, numbers: str) -> str:
     return words + rf"|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-_CASED = r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\u10d0-\u10ff]]"
+_CASED = r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^" + "\u10d0-\u10ff]]"
 _IDEOGRAPHS, _KANA = "\u4e00-\u9fa5", "\u3040-\u309f\u30a0-\u30ff"
 # Letters, and punctuation with the letters after it; of DeepSeek-V3.
 _LETTERS = (

@@ -14,6 +14,8 @@ from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
 from penstock.utils.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
+# Those that torch has; readers of quantized weights know more of them.
+_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I64", "I32", "I16", "I8", "U8")
 
 
 class CheckpointSource:
@@ -33,7 +35,10 @@ class CheckpointSource:
                 f"{self._file(name)}: {name!r} has shape {list(found)}, config.json asks for {list(shape)}"
             )
         try:
-            tensor = self._open_files[self._file_of[name]].get_slice(name)[part]
+            stored = self._open_files[self._file_of[name]].get_slice(name)
+            if stored.get_dtype() not in _TYPES:
+                raise ConfigError(f"{self._file(name)}: {name!r} has numbers of type {stored.get_dtype()}, which is not read")
+            tensor = stored[part]
         except SafetensorError as error:
             raise ConfigError(f"{self._file(name)}: cannot read {name!r}: {error}") from None
         self._progress.update()

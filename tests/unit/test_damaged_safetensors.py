@@ -1,0 +1,135 @@
+"""Damaged safetensors files are errors that name the file: no crash, and no memory beyond the file's size."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.models.sources.checkpoint import CheckpointSource
+from penstock.utils.errors import ConfigError
+
+TENSORS = {"a.weight": torch.ones(8, 16), "b.weight": torch.ones(16).bfloat16(), "c": torch.ones(3, dtype=torch.int64)}
+ROOM = 512 << 20
+LENGTHS = (0, 1, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 100_000_001)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """An allocation as large as a damaged length fails."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+class Checkpoint:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "model.safetensors"
+        save_file(TENSORS, self.file)
+        self.whole = self.file.read_bytes()
+        self.length = struct.unpack("<Q", self.whole[:8])[0]
+        self.header: dict[str, Any] = json.loads(self.whole[8 : 8 + self.length])
+
+    def read(self, data: bytes) -> None:
+        """Reads all tensors of a file with these bytes."""
+        self.file.write_bytes(data)
+        with closing(CheckpointSource(self.file.parent)) as source:
+            for name, tensor in TENSORS.items():
+                found = source.read(name, tensor.shape)
+                assert found.shape == tensor.shape
+                found.tolist()
+
+    def with_header(self, text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text + self.whole[8 + self.length :]
+
+    def changed(self, name: str, **fields: Any) -> bytes:
+        header = copy.deepcopy(self.header)
+        header[name].update(fields)
+        return self.with_header(json.dumps(header).encode())
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, little_memory: None) -> Checkpoint:
+    return Checkpoint(tmp_path)
+
+
+def test_a_file_that_is_cut_off(checkpoint: Checkpoint) -> None:
+    checkpoint.read(checkpoint.whole)
+    for end in [*range(12), *range(12, len(checkpoint.whole), 61), len(checkpoint.whole) - 1]:
+        with pytest.raises(ConfigError, match=r"model\.safetensors is truncated or not a safetensors file"):
+            checkpoint.read(checkpoint.whole[:end])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_length_of_the_header(checkpoint: Checkpoint, length: int) -> None:
+    with pytest.raises(ConfigError, match=r"model\.safetensors is truncated or not"):
+        checkpoint.read(struct.pack("<Q", length) + checkpoint.whole[8:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data_offsets": [24, 10**9]}, "invalid offset for tensor `a.weight`"),
+        ({"data_offsets": [2**63 - 512, 2**63]}, "invalid offset for tensor"),
+        ({"data_offsets": [2**64 - 512, 2**64]}, "is truncated or not"),
+        ({"data_offsets": [536, 24]}, "invalid offset for tensor"),
+        ({"data_offsets": [-1, 511]}, "is truncated or not"),
+        ({"data_offsets": [0, 512]}, "invalid offset for tensor"),  # it overlaps another
+        ({"data_offsets": [24, 535]}, "is truncated or not"),
+        ({"shape": [2**32, 2**32]}, "overflow"),
+        ({"shape": [2**63, 2]}, "overflow"),
+        ({"shape": [-8, -16]}, "is truncated or not"),
+        ({"shape": [16, 8]}, r"'a\.weight' has shape \[16, 8\], config\.json asks for \[8, 16\]"),
+        ({"shape": [8, 32], "dtype": "F16"}, r"'a\.weight' has shape \[8, 32\]"),
+        ({"dtype": "F3"}, "unknown variant `F3`"),
+        ({"dtype": 7}, "is truncated or not"),
+    ],
+)
+def test_a_tensor_that_is_not_where_its_shape_says(
+    checkpoint: Checkpoint, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        checkpoint.read(checkpoint.changed("a.weight", **fields))
+    assert str(checkpoint.file) in str(caught.value)
+
+
+@pytest.mark.parametrize("header", [b"[1]", b"[" * 100_000, b"{" * 100_000, b"\xff\xfe", b'{"__metadata__": 5}', b"{}"])
+def test_a_header_that_is_none(checkpoint: Checkpoint, header: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"model\.safetensors is truncated or not"):
+        checkpoint.read(checkpoint.with_header(header))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("F4", 64), ("F6_E2M3", 96), ("C64", 1024), ("BOOL", 128), ("U16", 256)])
+def test_numbers_of_a_type_that_is_not_read(checkpoint: Checkpoint, kind: str, size: int) -> None:
+    header = {"a.weight": {"dtype": kind, "shape": [8, 16], "data_offsets": [0, size]}}
+    text = json.dumps({**header, "b.weight": {"dtype": "BF16", "shape": [16], "data_offsets": [size, size + 32]}})
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: 'a\.weight' has numbers of type {kind}"):
+        checkpoint.read(struct.pack("<Q", len(text)) + text.encode() + bytes(size + 32))
+
+
+def test_any_damage_of_the_header(checkpoint: Checkpoint) -> None:
+    """Every byte may be anything."""
+    rng, count = random.Random(0), 0
+    for _ in range(1500):
+        damaged = bytearray(checkpoint.whole)
+        at, length = rng.randrange(8 + checkpoint.length), rng.choice((1, 2, 8))
+        change = rng.choice((rng.randbytes(length), b"\xff" * length, b"9" * length, b"0" * length))
+        damaged[at : at + length] = change
+        try:
+            checkpoint.read(bytes(damaged[: len(checkpoint.whole)]))
+        except ConfigError as error:
+            assert str(checkpoint.file.parent) in str(error)
+            count += 1
+    assert count > 1000
