@@ -106,7 +106,9 @@ def write_gguf(
 
 def _part(file: Path, number: int, num_parts: int) -> Path:
     first = f"-00001-of-{num_parts:05}.gguf"
-    return file if num_parts == 1 else file.with_name(file.name.replace(first, f"-{number + 1:05}-of-{num_parts:05}.gguf"))
+    return (
+        file if num_parts == 1 else file.with_name(file.name.replace(first, f"-{number + 1:05}-of-{num_parts:05}.gguf"))
+    )
 
 
 # ---- Tensors ----
@@ -123,7 +125,10 @@ def _convert(config: dict[str, Any], name: str, weight: torch.Tensor) -> Convers
     if name.endswith("kv_b_proj.weight"):
         plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
         keys, values = weight.unflatten(0, (-1, plain + value)).split([plain, value], 1)
-        return [(name.replace("kv_b", "k_b"), keys.transpose(1, 2)), (name.replace("kv_b", "v_b"), values)], _join_latent
+        return [
+            (name.replace("kv_b", "k_b"), keys.transpose(1, 2)),
+            (name.replace("kv_b", "v_b"), values),
+        ], _join_latent
     if model_type == "gpt_oss" and ".experts." in name:
         return _convert_interleaved(name, weight)
     for old, new in (

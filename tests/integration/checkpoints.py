@@ -456,9 +456,7 @@ def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str
     return save_random(config, path, kind, dtype, save)
 
 
-def save_random(
-    config: Any, path: Path, kind: Any, dtype: torch.dtype, save: dict[str, Any] | None = None
-) -> Path:
+def save_random(config: Any, path: Path, kind: Any, dtype: torch.dtype, save: dict[str, Any] | None = None) -> Path:
     """Writes a random model of transformers' class `kind`; `save` goes to `save_pretrained`."""
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32)

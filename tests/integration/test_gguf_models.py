@@ -12,11 +12,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.config.rope import RopeConfig
 from penstock.layers.rotary import rotary_table
+from penstock.models.sources.opening import loaded_bytes
 from penstock.utils.errors import ConfigError
+from penstock.worker.load import load_model
+from penstock.worker.parts import make_parts
 from tests.gguf_files import write_gguf
 from tests.integration.checkpoints import COMMON, LLAMA3_ROPE, save_random
 from tests.integration.test_identity_families import check_twins
@@ -204,6 +208,28 @@ def test_a_model_in_several_files_is_opened_by_any(tmp_path: Path, monkeypatch: 
     files[2].unlink()
     with pytest.raises(ConfigError, match=r"model-00003-of-00003\.gguf is missing: .* one of 3 files"):
         resolve_model_path(str(files[0]))
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gemma2", "gpt-oss", "qwen3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_memory_that_is_asked_for_is_what_the_weights_take(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that stay quantized count as such, and others in the model's type."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    make_twins(name, tmp_path, file)
+    config = resolve(EngineArgs(model=str(file), dtype=dtype, skip_tokenizer_init=True)).on_device("cpu")
+    parts, torch_dtype = make_parts(torch.device("cpu")), getattr(torch, dtype)
+    expected = loaded_bytes(config.model, torch_dtype, dtype == "bfloat16")
+    found = load_model(config, parts).size
+    # Norms, biases and routers are a few.
+    assert abs(found.num_bytes - expected) < expected // 50
+    bits = 8 * found.num_bytes / found.num_weights
+    assert bits == 32 if dtype == "float32" else 5 <= bits < 16
+    monkeypatch.setattr(type(parts.memory), "available", lambda _: expected - 1)
+    with pytest.raises(ConfigError, match="the weights of .* take"):
+        load_model(config, parts)
 
 
 def test_the_frequencies_of_llama_3_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,13 @@ KINDS: dict[str, tuple[torch.Tensor, int, torch.dtype, bool, bool]] = {
     "fp8 with minima": (E4M3, 8, torch.float32, False, True),
     "fp8 with zeros": (E4M3, 8, torch.float32, True, False),
     "any8": (torch.linspace(-1, 1, 256) ** 3, 8, torch.float32, False, True),
+    # Scales that are integers with factors.
+    "int4 by factors": (integers(4, 8), 4, torch.int8, False, False),
+    "minima by factors": (integers(4), 4, torch.int8, False, True),
+    "int8 by factors": (signed_integers(8), 8, torch.int8, False, False),
+    "int8 with minima by factors": (signed_integers(8), 8, torch.int8, False, True),
 }
+FACTOR_GROUPS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +71,16 @@ def make(kind: str, rows: int, inputs: int, group: int, seed: int = 0) -> Quanti
     shape = rows, -(-inputs // group)
     codes = torch.randint(0, 2**bits, (rows, inputs), generator=generator)
     codes = codes.where(codebook[codes].isfinite(), 0).to(torch.uint8)
+    if dtype == torch.int8:
+        blocks = 1 + has_minima, rows, -(-shape[1] // FACTOR_GROUPS)
+        factors = torch.randn(blocks, generator=generator) / codebook.abs().max() / 64 * inputs**-0.5
+        numbers = [torch.randint(low, 64, shape, generator=generator).to(dtype) for low in (-63, 0)]
+        chosen = {
+            "factors": factors.half(),
+            "factor_groups": FACTOR_GROUPS,
+            "minima": numbers[1] if has_minima else None,
+        }
+        return QuantizedWeight(codes, codebook, numbers[0], group, bits, **chosen)
     scales = torch.randn(shape, generator=generator) / codebook.nan_to_num().abs().max() * inputs**-0.5
     zeros = torch.randint(0, 2**bits, shape, generator=generator).to(dtype) if has_zeros else None
     minima = (torch.rand(shape, generator=generator) * inputs**-0.5).to(dtype) if has_minima else None
@@ -88,6 +104,9 @@ def test_values_are_rounded_after_every_operation(kind: str) -> None:
     codebook, scales = weight.codebook.numpy(), weight.scales.float().numpy()
     zeros = np.zeros_like(scales) if weight.zeros is None else weight.zeros.float().numpy()
     minima = np.zeros_like(scales) if weight.minima is None else weight.minima.float().numpy()
+    if weight.factors is not None:
+        factors = weight.factors.float().numpy().repeat(FACTOR_GROUPS, 2)[:, :, : scales.shape[1]]
+        scales, minima = scales * factors[0], minima * factors[-1]
     for row in range(6):
         for column in range(40):
             group = column // 16
@@ -171,6 +190,24 @@ def test_scales_that_fit_16_bits_take_16_bits() -> None:
     narrow = PackedFormat.of(weight(1), narrows=True)
     with pytest.raises(ValueError, match="are no torch"):
         narrow.stored(weight(1 + 2.0**-11))
+
+
+def test_a_part_that_divides_a_block_has_products_of_its_own() -> None:
+    weight = make("minima by factors", 20, 200, 16)
+    values, block = weight.dequantize(), 16 * FACTOR_GROUPS
+    assert weight.nbytes == 20 * 100 + 20 * 13 * 2 + 20 * 5 * 2 * 2
+    for columns, is_whole in ((slice(block, 3 * block), True), (slice(2 * block, 200), True), (slice(16, 200), False)):
+        part = weight.part(slice(3, 9), columns)
+        assert (part.factors is not None) == is_whole
+        assert torch.equal(part.dequantize(), values[3:9, columns])
+    order = torch.tensor([5, 5, 0, 19])
+    assert torch.equal(weight.reordered(order).dequantize(), values[order])
+    joined = QuantizedWeight.cat([weight, weight.part(slice(0, 2))])
+    assert torch.equal(joined.dequantize(), torch.cat([values, values[:2]]))
+    with pytest.raises(ValueError, match="several kinds"):
+        QuantizedWeight.cat([weight, weight.part(columns=slice(16, 200))])
+    with pytest.raises(ValueError, match="factors are"):
+        replace(weight, factors=weight.scales[None].half())
 
 
 @pytest.mark.parametrize("kind", ["both", "int8"])
@@ -266,7 +303,7 @@ def test_the_largest_sums_do_not_overflow(isa: str) -> None:
     assert pack(isa, weight, None, True)(x).eq(torch.tensor(-128.0 * 127 * 65536) * scale).all()
 
 
-@pytest.mark.parametrize(("isa", "kind"), grid(ISAS, ("int4", "minima", "fp8", "sums")))
+@pytest.mark.parametrize(("isa", "kind"), grid(ISAS, ("int4", "minima", "fp8", "sums", "minima by factors")))
 def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, kind: str) -> None:
     # The inner features of this rank are some of all: a slice whose end is inside a panel.
     hidden, inner, outputs, own, slots = 96, 64, 40, 45, 3

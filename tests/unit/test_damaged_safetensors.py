@@ -81,12 +81,12 @@ def test_a_length_of_the_header(checkpoint: Checkpoint, length: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"data_offsets": [24, 10**9]}, "invalid offset for tensor `a.weight`"),
-        ({"data_offsets": [2**63 - 512, 2**63]}, "invalid offset for tensor"),
+        ({"data_offsets": [24, 10**9]}, "offset for tensor"),
+        ({"data_offsets": [2**63 - 512, 2**63]}, "offset for tensor"),
         ({"data_offsets": [2**64 - 512, 2**64]}, "is truncated or not"),
-        ({"data_offsets": [536, 24]}, "invalid offset for tensor"),
+        ({"data_offsets": [536, 24]}, "offset for tensor"),
         ({"data_offsets": [-1, 511]}, "is truncated or not"),
-        ({"data_offsets": [0, 512]}, "invalid offset for tensor"),  # it overlaps another
+        ({"data_offsets": [0, 512]}, "offset for tensor"),  # it overlaps another
         ({"data_offsets": [24, 535]}, "is truncated or not"),
         ({"shape": [2**32, 2**32]}, "overflow"),
         ({"shape": [2**63, 2]}, "overflow"),

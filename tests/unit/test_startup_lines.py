@@ -48,6 +48,10 @@ class Case:
         Case(
             {"device": "cuda", "device_name": "H200", "kernels": "triton"}, "  device     cuda (H200), triton kernels"
         ),
+        Case(
+            {"weights": "q4_k, q6_k", "num_weights": 1 << 30, "weight_bytes": 9 << 26},
+            "  weights    q4_k, q6_k, 4.5 bits each, 0.56 GiB",
+        ),
         Case({}, "  KV cache   1.00 GiB, 160 tokens in 10 blocks"),
         Case({"num_blocks": 0, "kv_cache_bytes": 0}, "  KV cache   none: the model stores nothing"),
     ],

@@ -108,6 +108,7 @@ class QuantizationDescriptor(ctypes.Structure):
         ("has_zeros", ctypes.c_int64),
         ("has_minima", ctypes.c_int64),
         ("has_tiny", ctypes.c_int64),
+        ("factor_groups", ctypes.c_int64),
         ("codebook", ctypes.c_float * 256),
     )
 
@@ -136,6 +137,10 @@ class PackedFormat:
         if weight.quantizes_inputs:
             return cls(weight.part(slice(0)), _Kind.SUMS, torch.float32)
         kind, shift = _kind_of(weight)
+        if weight.factors is not None:
+            if shift:
+                raise ValueError("integers whose scales have factors must fit 8 bits with a sign")
+            return cls(weight.part(slice(0)), kind, torch.int8)
         if narrows and number_type == torch.float32:
             stored = [each.float() - (shift if each is weight.zeros else 0) for each in numbers]
             for narrow in (torch.bfloat16, torch.float16):
@@ -147,13 +152,15 @@ class PackedFormat:
     def descriptor(self) -> QuantizationDescriptor:
         example = self.example
         has_zeros, has_minima = example.zeros is not None or self.shift != 0, example.minima is not None
-        code = DTYPE_CODES[self.number_type]
-        made = QuantizationDescriptor(self.kind, example.group, code, has_zeros, has_minima, 0)
+        code = DTYPE_CODES.get(self.number_type, 0)
+        made = QuantizationDescriptor(self.kind, example.group, code, has_zeros, has_minima, 0, example.factor_groups)
         made.codebook[: len(example.codebook)] = example.codebook.tolist()
         return made
 
     def stored(self, weight: QuantizedWeight) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Returns the codes and the scales, zeros and minima as they are packed. Raises ValueError for another kind."""
+        """Returns the codes and the scales, zeros and minima as they are packed, with factors in the place of zeros.
+        Raises ValueError for another kind.
+        """
         if not self.example.is_like(weight) or PackedFormat.of(weight).kind != self.kind:
             raise ValueError("weights of several kinds cannot be packed together")
         codes, zeros = weight.codes, weight.zeros
@@ -162,6 +169,8 @@ class PackedFormat:
         if self.shift:
             zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros).float() - self.shift
         numbers = [None if each is None else self._narrow(each) for each in (weight.scales, zeros, weight.minima)]
+        if weight.factors is not None:
+            numbers[1] = weight.factors.movedim(0, 2).contiguous()
         return codes.contiguous(), numbers
 
     def _narrow(self, numbers: torch.Tensor) -> torch.Tensor:

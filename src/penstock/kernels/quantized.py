@@ -18,6 +18,7 @@ GROUP_STEP = 16
 _CHUNK = 1 << 22
 # Sums and products of multiples of it are far from the least normal number.
 _GRAIN = 2.0**-40
+_NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3): the sign, two bits of exponent, one of mantissa.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -46,6 +47,10 @@ class QuantizedWeight:
     Models in another type take the bfloat16 values. Scales that are stored in 16 bits need half the memory; scales,
     zeros and minima have one type.
 
+    With `factors` scales and minima are integers of 8 bits, and stand for their products with the factors of their
+    block of `factor_groups` groups, which are exact in float32: for scales, and then for minima if there are any. There
+    are no zeros then.
+
     With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each row of them, and sums them
     exactly: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
 
@@ -54,12 +59,14 @@ class QuantizedWeight:
 
     codes: torch.Tensor  # [rows, inputs] uint8, less than 2**bits
     codebook: torch.Tensor  # [2**bits] float32
-    scales: torch.Tensor  # [rows, groups] float32, bfloat16 or float16
+    scales: torch.Tensor  # [rows, groups] float32, bfloat16 or float16, or with factors int8
     group: int  # inputs of a group: a multiple of 16, or at least all inputs; the last group may be shorter
     bits: int = 4
     zeros: torch.Tensor | None = None  # [rows, groups]
     minima: torch.Tensor | None = None  # [rows, groups]
     quantizes_inputs: bool = False
+    factors: torch.Tensor | None = None  # [1 or 2, rows, blocks] float16
+    factor_groups: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.codebook.shape != (2**self.bits,) or self.codebook.dtype != torch.float32:
@@ -70,13 +77,20 @@ class QuantizedWeight:
         if self.group < 1 or (self.group % GROUP_STEP and self.group < inputs):
             raise ValueError(f"a group of {self.group} inputs is neither a multiple of {GROUP_STEP} nor all {inputs}")
         expected = rows, -(-inputs // self.group)
+        types = _NUMBER_TYPES if self.factors is None else (torch.int8,)
         for name, values in (("scales", self.scales), ("zeros", self.zeros), ("minima", self.minima)):
             if values is None:
                 continue
-            if values.shape != expected or values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"{name} are {list(expected)} floats, not {list(values.shape)} {values.dtype}")
+            if values.shape != expected or values.dtype not in types:
+                raise ValueError(f"{name} are {list(expected)} {types}, not {list(values.shape)} {values.dtype}")
             if not values.isfinite().all():
                 raise ValueError(f"{name} must be finite")
+        if self.factors is not None:
+            blocks = 1 + (self.minima is not None), rows, -(-expected[1] // max(1, self.factor_groups))
+            if self.factors.shape != blocks or self.factors.dtype != torch.float16 or self.zeros is not None:
+                raise ValueError(f"factors are {list(blocks)} float16, not {list(self.factors.shape)}, without zeros")
+            if not self.factors.isfinite().all():
+                raise ValueError("factors must be finite")
         is_number = self.codebook.isfinite()
         if self.bits == 4 and self.codes.numel() and self.codes.amax() > 15:
             raise ValueError(f"code {self.codes.amax().item()} does not fit 4 bits")
@@ -103,23 +117,38 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The size of the codes and scales when they are packed, without padding."""
-        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in self._numbers if each is not None)
+        numbers = (*self._numbers, self.factors)
+        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in numbers if each is not None)
 
     @property
     def _numbers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         return self.scales, self.zeros, self.minima
 
+    def _multiplied(self) -> QuantizedWeight:
+        """Returns the weight with products in the place of factors."""
+        if self.factors is None:
+            return self
+        group_of = torch.arange(self.scales.shape[1], device=self.device) // self.factor_groups
+        stored = [each for each in (self.scales, self.minima) if each is not None]
+        scales, *minima = (
+            numbers.float() * factors.float()[:, group_of]
+            for numbers, factors in zip(stored, self.factors, strict=True)
+        )
+        return replace(self, scales=scales, minima=minima[0] if minima else None, factors=None, factor_groups=0)
+
     def dequantize(self) -> torch.Tensor:
         """Returns the values, [rows, inputs] bfloat16."""
         rows, inputs = self.shape
         out = torch.empty((rows, inputs), dtype=torch.bfloat16, device=self.device)
-        step = max(1, _CHUNK // max(1, inputs))
+        step, weight = max(1, _CHUNK // max(1, inputs)), self._multiplied()
         for first in range(0, rows, step):
-            out[first : first + step] = self._values(slice(first, first + step))
+            out[first : first + step] = weight._values(slice(first, first + step))
         return out
 
     def has_tiny_values(self) -> bool:
         """Whether a value is less than the least normal float32, and not zero, before it is rounded to bfloat16."""
+        if self.factors is not None:
+            return self._multiplied().has_tiny_values()
         grains = [self.codebook.nan_to_num(), *([] if self.zeros is None else [self.zeros])]
         is_coarse = all(torch.equal(each.double() / _GRAIN, (each.double() / _GRAIN).round()) for each in grains)
         suspects = torch.full((len(self.codes),), not is_coarse, device=self.device)
@@ -130,7 +159,7 @@ class QuantizedWeight:
         return any(((each != 0) & (each.abs() < torch.finfo(torch.float32).tiny)).any().item() for each in values)
 
     def _values(self, rows: slice) -> torch.Tensor:
-        """Returns the values of some rows before they are rounded to bfloat16."""
+        """Returns the values of some rows before they are rounded to bfloat16. There must be no factors."""
         group_of = torch.arange(self.shape[1], device=self.device) // self.group
         values = self.codebook.to(self.device)[self.codes[rows].int()]
         if self.zeros is not None:
@@ -139,7 +168,9 @@ class QuantizedWeight:
         return values if self.minima is None else values - self.minima[rows].float()[:, group_of]
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QuantizedWeight:
-        """Returns some rows and inputs. Raises ValueError if the inputs divide a group or, quantized, a row."""
+        """Returns some rows and inputs; if these divide a block of groups, with products in the place of factors. Raises
+        ValueError if the inputs divide a group or, quantized, a row.
+        """
         inputs, groups = self.shape[1], self.scales.shape[1]
         first, end, stride = columns.indices(inputs)
         chosen = slice(None)
@@ -151,16 +182,25 @@ class QuantizedWeight:
                     raise ValueError(f"inputs {first} to {end} divide a group of {self.group}")
                 chosen = slice(first // self.group, -(-end // self.group))
         assert stride == 1, f"inputs with stride {stride}"
+        factors = self.factors
+        if factors is not None:
+            block = self.group * self.factor_groups
+            if first % block or (end % block and end != inputs):
+                return self._multiplied().part(rows, columns)
+            factors = factors[:, rows, first // block : -(-end // block)]
 
         scales, zeros, minima = (None if each is None else each[rows, chosen] for each in self._numbers)
         assert scales is not None
-        return replace(self, codes=self.codes[rows, columns], scales=scales, zeros=zeros, minima=minima)
+        codes = self.codes[rows, columns]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima, factors=factors)
 
     def reordered(self, order: torch.Tensor) -> QuantizedWeight:
         """Returns the rows in the given order, int64; a row may occur several times."""
         scales, zeros, minima = (None if each is None else each[order] for each in self._numbers)
         assert scales is not None
-        return replace(self, codes=self.codes[order], scales=scales, zeros=zeros, minima=minima)
+        factors = None if self.factors is None else self.factors[:, order]
+        codes = self.codes[order]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima, factors=factors)
 
     @staticmethod
     def cat(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -169,9 +209,9 @@ class QuantizedWeight:
         if any(not first.is_like(other) or other.shape[1] != first.shape[1] for other in weights):
             raise ValueError("weights of several kinds cannot be one layer")
 
-        def joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        def joined(parts: list[torch.Tensor | None], axis: int = 0) -> torch.Tensor | None:
             there = [part for part in parts if part is not None]
-            return torch.cat(there) if there else None
+            return torch.cat(there, axis) if there else None
 
         return replace(
             first,
@@ -179,13 +219,14 @@ class QuantizedWeight:
             scales=torch.cat([each.scales for each in weights]),
             zeros=joined([each.zeros for each in weights]),
             minima=joined([each.minima for each in weights]),
+            factors=joined([each.factors for each in weights], 1),
         )
 
     def is_like(self, other: QuantizedWeight) -> bool:
         """Whether the two are of one kind: everything but the shape, the codes and the scales' values is equal."""
         return (
-            (self.bits, self.group, self.quantizes_inputs, self.scales.dtype)
-            == (other.bits, other.group, other.quantizes_inputs, other.scales.dtype)
+            (self.bits, self.group, self.quantizes_inputs, self.scales.dtype, self.factor_groups)
+            == (other.bits, other.group, other.quantizes_inputs, other.scales.dtype, other.factor_groups)
             and (self.zeros is None, self.minima is None) == (other.zeros is None, other.minima is None)
             and torch.equal(self.codebook.nan_to_num(), other.codebook.nan_to_num())
         )

@@ -265,7 +265,9 @@ class Weights:
         if len(found) > 1 or not isinstance(found[0], QuantizedWeight):
             if not bits or len(shape) == 1:
                 return self._delivered(found, shape)
-            found = [quantize_absmax(self.delivery(map(dense, found), shape, self.dtype, self.device), bits, LOADED_GROUP)]
+            found = [
+                quantize_absmax(self.delivery(map(dense, found), shape, self.dtype, self.device), bits, LOADED_GROUP)
+            ]
         self.size.add(found[0])
         return found[0]
 

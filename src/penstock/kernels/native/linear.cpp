@@ -18,7 +18,7 @@ PENSTOCK_EXPORT(void, linear_pack)(const Linear* layer, const void* weight, int6
 }
 
 // Packs codes, [out_features, in_features], and scales, zeros and minima, each [out_features, groups] in the type of the
-// layer's quantization; zeros and minima may be null.
+// layer's quantization; zeros and minima may be null. Where groups share factors, these are in the place of zeros.
 PENSTOCK_EXPORT(void, linear_pack_quantized)
 (const Linear* layer, const uint8_t* codes, const char* scales, const char* zeros, const char* minima, int64_t threads) {
     with_kernel(layer->dtype, layer->quantization, [&](auto kernel) {
@@ -26,11 +26,14 @@ PENSTOCK_EXPORT(void, linear_pack_quantized)
         if constexpr (kIsQuantized<Kernel>) {
             const Quantization& quantization = *layer->quantization;
             const int64_t bytes = panel_bytes<Kernel>(&quantization, layer->in_features);
-            const int64_t row_bytes = divide_up(layer->in_features, quantization.group) *
-                                      (quantization.number_type == kFloat32 ? 4 : 2);
+            const int64_t groups = divide_up(layer->in_features, quantization.group);
+            const int64_t row_bytes = groups * QuantizedPanel::number_bytes(quantization);
+            const int64_t blocks = quantization.factor_groups ? divide_up(groups, quantization.factor_groups) : 0;
+            const int64_t second_bytes = blocks ? blocks * 2 * (minima ? 2 : 1) : row_bytes;
             pack_panels(*layer, threads, [&](int64_t panel, int64_t first, int64_t columns) {
                 const int64_t at = first * row_bytes;
-                const char* numbers[3] = {scales + at, zeros ? zeros + at : nullptr, minima ? minima + at : nullptr};
+                const char* numbers[3] = {scales + at, zeros ? zeros + first * second_bytes : nullptr,
+                                          minima ? minima + at : nullptr};
                 Kernel::pack_panel(quantization, codes + first * layer->in_features, numbers,
                                    const_cast<char*>(layer->weight) + panel * bytes, columns, layer->in_features);
             });

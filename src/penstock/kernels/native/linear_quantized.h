@@ -2,7 +2,8 @@
 // weight's values, rounded to bfloat16, in the very order of the kernel for bfloat16, so the bits are that layer's.
 //
 // A panel of packed weights is, for one group of inputs after another, the numbers of its 32 columns (scales, then zeros
-// and minima if there are any) and its codes in units of 16 inputs, the last one padded. Many rows take a panel that is
+// and minima if there are any) and its codes in units of 16 inputs, the last one padded. Where several groups share a
+// factor by which their numbers are multiplied, the factors of scales and of minima precede these groups. Many rows take a panel that is
 // dequantised once into this thread's memory; few rows, for which the memory's bandwidth decides, take each value from a
 // register.
 #pragma once
@@ -28,26 +29,51 @@ struct Quantization {
     int64_t has_zeros;
     int64_t has_minima;
     int64_t has_tiny;      // whether a value may be less than the least normal number before it is rounded
+    int64_t factor_groups;  // how many groups of 8-bit scales and minima share a float16 factor; 0: there are none
     float codebook[256];
 };
 
 constexpr int64_t kUnit = 16;  // inputs
 
+// Where the numbers of a group are, and their factors.
+struct GroupNumbers {
+    const char* numbers;
+    const char* factors;
+
+    GroupNumbers operator+(int64_t bytes) const { return {numbers + bytes, factors + bytes}; }
+};
+
 // Where the parts of a panel are.
 struct QuantizedPanel {
-    int64_t k, group, groups, array_bytes, header_bytes, unit_bytes;
+    int64_t k, group, groups, array_bytes, header_bytes, unit_bytes, factor_groups, factor_bytes;
 
     QuantizedPanel(const Quantization& quantization, int64_t k)
-        : k(k), group(smaller(quantization.group, round_up(k, kUnit))), groups(divide_up(k, group)) {
-        array_bytes = kPanel * (quantization.number_type == kFloat32 ? 4 : 2);
+        : k(k), group(smaller(quantization.group, round_up(k, kUnit))), groups(divide_up(k, group)),
+          factor_groups(quantization.factor_groups) {
+        array_bytes = kPanel * number_bytes(quantization);
         header_bytes = array_bytes * (1 + (quantization.has_zeros != 0) + (quantization.has_minima != 0));
+        // Words of nibbles are loaded from multiples of 64.
+        if (quantization.kind == kNibbles) header_bytes = round_up(header_bytes, 64);
+        factor_bytes = factor_groups ? kPanel * 2 * (1 + (quantization.has_minima != 0)) : 0;
         unit_bytes = kUnit * kPanel / (quantization.kind == kNibbles ? 2 : 1);
     }
-    int64_t bytes() const { return groups * header_bytes + divide_up(k, kUnit) * unit_bytes; }
+    static int64_t number_bytes(const Quantization& quantization) {
+        return quantization.factor_groups ? 1 : quantization.number_type == kFloat32 ? 4 : 2;
+    }
+    // How many factors precede a group, its own included, or all groups.
+    int64_t factors_to(int64_t number) const { return factor_groups ? number / factor_groups + 1 : 0; }
+    int64_t bytes() const {
+        return groups * header_bytes + divide_up(k, kUnit) * unit_bytes + factors_to(groups - 1) * factor_bytes;
+    }
     int64_t units_of(int64_t number) const { return divide_up(smaller(group, k - number * group), kUnit); }
     // Where a group, of a panel at `weight`, begins with its numbers.
     const char* at(const char* weight, int64_t number) const {
-        return weight + number * (header_bytes + group / kUnit * unit_bytes);
+        return weight + number * group_bytes() + factors_to(number) * factor_bytes;
+    }
+    int64_t group_bytes() const { return header_bytes + group / kUnit * unit_bytes; }
+    // The factors of a group, which follow all groups before its block.
+    const char* factors_at(const char* weight, int64_t number) const {
+        return factor_groups ? at(weight, number - number % factor_groups) - factor_bytes : weight;
     }
 
     // Calls take(numbers, units, count) for the units of the inputs in a range that begins with one, group after group.
@@ -57,7 +83,7 @@ struct QuantizedPanel {
             const int64_t number = inputs.begin / group, end = smaller(inputs.end, (number + 1) * group);
             const char* numbers = at(weight, number);
             const char* units = numbers + header_bytes + inputs.begin % group / kUnit * unit_bytes;
-            take(numbers, units, divide_up(end - inputs.begin, kUnit));
+            take(GroupNumbers{numbers, factors_at(weight, number)}, units, divide_up(end - inputs.begin, kUnit));
             inputs.begin = end;
         }
     }
@@ -226,21 +252,35 @@ inline Vector load_numbers(const char* array, int64_t type, int64_t at) {
     }
 }
 
+// Numbers of a group that are integers, times their factors.
+inline Vector multiplied(const char* integers, const char* factors, int64_t at) {
+    return times(from_integers(integers + at), load_numbers(factors, kFloat16, at));
+}
+
 // The numbers of kCount columns of a group.
 template <int kKind, bool kAffine>
 struct Numbers {
     Vector scale, zero, minimum;
 
     static inline __attribute__((always_inline)) Numbers load(const Quantization& quantization,
-                                                              const QuantizedPanel& panel, const char* header,
+                                                              const QuantizedPanel& panel, const GroupNumbers& group,
                                                               int64_t at) {
         const int64_t type = quantization.number_type;
+        if (panel.factor_groups) {
+            // The products are exact: a factor has 11 bits.
+            Numbers numbers{multiplied(group.numbers, group.factors, at), Vector{}, Vector{}};
+            if constexpr (kAffine)
+                if (quantization.has_minima)
+                    numbers.minimum = multiplied(group.numbers + panel.array_bytes, group.factors + 2 * kPanel, at);
+            return numbers;
+        }
+        const char* header = group.numbers;
         Numbers numbers{load_numbers(header, type, at), Vector{}, Vector{}};
         if constexpr (kKind == kFloats) numbers.scale = times(numbers.scale, spread(kFloatsFactor));
         if constexpr (kAffine) {
             if (quantization.has_zeros) numbers.zero = load_numbers(header + panel.array_bytes, type, at);
             if (quantization.has_minima)
-                numbers.minimum = load_numbers(header + panel.header_bytes - panel.array_bytes, type, at);
+                numbers.minimum = load_numbers(header + (1 + (quantization.has_zeros != 0)) * panel.array_bytes, type, at);
         }
         return numbers;
     }
@@ -293,7 +333,7 @@ struct ColumnUnits {
                            Range inputs, char* out) {
         const Codebook codebook(quantization.codebook);
         uint16_t* to = reinterpret_cast<uint16_t*>(out);
-        panel.each_group(weight, inputs, [&](const char* header, const char* units, int64_t count) {
+        panel.each_group(weight, inputs, [&](const GroupNumbers& header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
                 const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
                 for (int64_t unit = 0; unit < count; ++unit)
@@ -320,7 +360,7 @@ struct ColumnUnits {
         for (int row = 0; row < kCount; ++row)
             for (int part = 0; part < kVectors; ++part) all[row][part] = Vector{};
         const float* x = reinterpret_cast<const float*>(tile.x);
-        panel.each_group(tile.weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
+        panel.each_group(tile.weight, {0, panel.k}, [&](const GroupNumbers& header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
                 const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
                 Vector sums[kCount];
@@ -376,7 +416,7 @@ struct PairUnits {
     // Numbers of 8 columns, each twice.
     template <int kKind, bool kAffine>
     static inline __attribute__((always_inline)) void load_group(const Quantization& quantization,
-                                                                 const QuantizedPanel& panel, const char* header,
+                                                                 const QuantizedPanel& panel, const GroupNumbers& header,
                                                                  Numbers<kKind, kAffine> (&numbers)[kVectors]) {
         const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
         const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -443,7 +483,7 @@ struct PairUnits {
                            Range inputs, char* out) {
         const __m512i codebook = load_codebook(quantization.codebook);
         int64_t input = 0;
-        panel.each_group(weight, inputs, [&](const char* header, const char* units, int64_t count) {
+        panel.each_group(weight, inputs, [&](const GroupNumbers& header, const char* units, int64_t count) {
             Numbers<kKind, kAffine> numbers[1][kVectors];
             load_group(quantization, panel, header, numbers[0]);
             for (int64_t unit = 0; unit < count; ++unit, input += kUnit, units += panel.unit_bytes) {
@@ -479,7 +519,7 @@ struct PairUnits {
         for (int number = 0; number < kPanels; ++number)
             for (int row = 0; row < kCount; ++row) low[number][row] = high[number][row] = _mm512_setzero_ps();
         const int32_t* x = reinterpret_cast<const int32_t*>(tiles->x);
-        panel.each_group(tiles->weight, {0, panel.k}, [&](const char* header, const char* units, int64_t count) {
+        panel.each_group(tiles->weight, {0, panel.k}, [&](const GroupNumbers& header, const char* units, int64_t count) {
             Numbers<kKind, kAffine> numbers[kPanels][kVectors];
             for (int number = 0; number < kPanels; ++number)
                 load_group(quantization, panel, header + number * distance, numbers[number]);
@@ -519,20 +559,31 @@ struct Quantized : Base {
         return QuantizedPanel(quantization, k).bytes();
     }
 
-    // Packs `columns` columns. The arrays are rows of the weight: codes [columns, k] and numbers [columns, groups].
+    // Packs `columns` columns. The arrays are rows of the weight: codes [columns, k] and numbers [columns, groups]; where
+    // groups share factors, these are the second array, [columns, blocks of groups, 1 or 2].
     static void pack_panel(const Quantization& quantization, const uint8_t* codes, const char* const (&numbers)[3],
                            char* weight, int64_t columns, int64_t k) {
         const QuantizedPanel panel(quantization, k);
-        const int64_t size = panel.array_bytes / kPanel;
+        const int64_t size = panel.array_bytes / kPanel, kinds = panel.factor_bytes / kPanel / 2;
         const bool is_nibble = quantization.kind == kNibbles;
         memset(weight, 0, panel.bytes());
         for (int64_t group = 0; group < panel.groups; ++group) {
-            for (const char* array : numbers) {
-                if (!array) continue;
-                for (int64_t column = 0; column < columns; ++column)
-                    memcpy(weight + column * size, array + (column * panel.groups + group) * size, size);
-                weight += panel.array_bytes;
+            if (panel.factor_groups && group % panel.factor_groups == 0) {
+                const int64_t blocks = panel.factors_to(panel.groups - 1), block = group / panel.factor_groups;
+                for (int64_t number = 0; number < kinds; ++number)
+                    for (int64_t column = 0; column < columns; ++column)
+                        memcpy(weight + (number * kPanel + column) * 2,
+                               numbers[1] + ((column * blocks + block) * kinds + number) * 2, 2);
+                weight += panel.factor_bytes;
             }
+            char* to = weight;
+            for (int array = 0; array < 3; ++array) {
+                if (!numbers[array] || (panel.factor_groups && array == 1)) continue;
+                for (int64_t column = 0; column < columns; ++column)
+                    memcpy(to + column * size, numbers[array] + (column * panel.groups + group) * size, size);
+                to += panel.array_bytes;
+            }
+            weight += panel.header_bytes;
             for (int64_t unit = 0; unit < panel.units_of(group); ++unit, weight += panel.unit_bytes) {
                 const int64_t first = group * panel.group + unit * kUnit;
                 for (int64_t column = 0; column < columns; ++column)

@@ -37,7 +37,9 @@ class CheckpointSource:
         try:
             stored = self._open_files[self._file_of[name]].get_slice(name)
             if stored.get_dtype() not in _TYPES:
-                raise ConfigError(f"{self._file(name)}: {name!r} has numbers of type {stored.get_dtype()}, which is not read")
+                raise ConfigError(
+                    f"{self._file(name)}: {name!r} has numbers of type {stored.get_dtype()}, which is not read"
+                )
             tensor = stored[part]
         except SafetensorError as error:
             raise ConfigError(f"{self._file(name)}: cannot read {name!r}: {error}") from None

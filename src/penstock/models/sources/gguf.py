@@ -103,7 +103,9 @@ class GGUFSource:
             raise ConfigError(f"{self._file.path}: {names[0]} {list(keys.shape)} does not fit {list(values.shape)}")
         size = keys.shape[2] + values.shape[1]
         if keys.shape[0] * size != rows:
-            raise ConfigError(f"{self._file.path}: {names[0]} and {names[1]} have {keys.shape[0] * size} rows of {rows}")
+            raise ConfigError(
+                f"{self._file.path}: {names[0]} and {names[1]} have {keys.shape[0] * size} rows of {rows}"
+            )
         first, end, _ = part[0].indices(rows)
         heads = range(first // size, -(-end // size))
         parts: list[torch.Tensor] = []
@@ -112,7 +114,9 @@ class GGUFSource:
             found = self._rows(Place(name), stored, begin, stop, slice(None))
             parts.append(dense(found).view(len(heads), stored.shape[1], -1))
         joined = torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
-        return joined[first - heads.start * size : end - heads.start * size][:, part[1] if len(part) > 1 else slice(None)]
+        return joined[first - heads.start * size : end - heads.start * size][
+            :, part[1] if len(part) > 1 else slice(None)
+        ]
 
     def _rotates_pairs(self, name: str) -> bool:
         return self._names.family.has_pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
@@ -174,14 +178,15 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    codes = _halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])
-    return QuantizedWeight(_by_rows(codes, rows), integers(8, 16), _by_rows(_half(blocks, 0), rows), _GROUP, 8)
+    """Integers less 16, in two's complement."""
+    codes = (_halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])) - 16
+    return QuantizedWeight(_by_rows(codes, rows), signed_integers(8), _by_rows(_half(blocks, 0), rows), _GROUP, 8)
 
 
 def _q5_1(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     codes = _halves(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
     scales, minima = _by_rows(_half(blocks, 0), rows), _by_rows(-_half(blocks, 2), rows)
-    return QuantizedWeight(_by_rows(codes, rows), integers(8), scales, _GROUP, 8, minima=minima)
+    return QuantizedWeight(_by_rows(codes, rows), signed_integers(8), scales, _GROUP, 8, minima=minima)
 
 
 def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
@@ -190,30 +195,35 @@ def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     )
 
 
-def _k_scales(blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and minima of the eight groups of every block, [rows, groups] each.
+def _k_scales(blocks: torch.Tensor, rows: int) -> dict[str, torch.Tensor | int]:
+    """Returns the scales, minima and factors of a weight with eight groups in every block.
 
     They are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0 to 3 and 4 to 7; of the
     other four, bytes 8 to 11 have the low bits, and the top bits of the first eight bytes the high ones.
     """
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1).float() * _half(blocks, 0).float()
-    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1).float() * _half(blocks, 2).float()
-    return _by_rows(scales, rows), _by_rows(minima, rows)
+    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
+    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
+    factors = torch.stack([_by_rows(_half(blocks, at), rows) for at in (0, 2)])
+    return {
+        "scales": _by_rows(scales, rows).view(torch.int8),
+        "minima": _by_rows(minima, rows).view(torch.int8),
+        "factors": factors,
+        "factor_groups": 8,
+    }
 
 
 def _q4_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    scales, minima = _k_scales(blocks, rows)
     codes = _halves(blocks[:, 16:].reshape(-1, 32))
-    return QuantizedWeight(_by_rows(codes, rows), integers(4), scales, _GROUP, minima=minima)
+    return QuantizedWeight(_by_rows(codes, rows), integers(4), group=_GROUP, **_k_scales(blocks, rows))
 
 
 def _q5_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    scales, minima = _k_scales(blocks, rows)
     low = _halves(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
     high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    return QuantizedWeight(_by_rows(low | (high << 4), rows), integers(8), scales, _GROUP, 8, minima=minima)
+    codes = _by_rows(low | (high << 4), rows)
+    return QuantizedWeight(codes, signed_integers(8), group=_GROUP, bits=8, **_k_scales(blocks, rows))
 
 
 def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
@@ -222,8 +232,11 @@ def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     """
     low = _halves(blocks[:, :128].reshape(-1, 64)).view(-1, 4, 32)
     high = (blocks[:, 128:192].reshape(-1, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)) & 3
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()
-    return QuantizedWeight(_by_rows(low | (high << 4), rows), integers(8, 32), _by_rows(scales, rows), 16, 8)
+    scales = _by_rows(blocks[:, 192:208], rows).view(torch.int8)
+    factors = _by_rows(_half(blocks, 208), rows)[None]
+    # Less 32, in two's complement.
+    codes = _by_rows((low | (high << 4)) - 32, rows)
+    return QuantizedWeight(codes, signed_integers(8), scales, 16, 8, factors=factors, factor_groups=16)
 
 
 def _mxfp4(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
@@ -259,7 +272,7 @@ def bytes_in_memory(file: GGUFFile, dtype: torch.dtype, keeps_quantized: bool) -
             block = torch.zeros((1, tensor.type.num_bytes), dtype=torch.uint8)
             kept_bytes = tensor.num_blocks * _UNPACKERS[tensor.type.name](block, 1).nbytes
         if name == "token_embd.weight":
-            # A head of the same tensor is another copy if it is not in the same form.
-            kept_bytes = dense_bytes + (kept_bytes if is_tied and kept_bytes != dense_bytes else 0)
+            # A head of the same tensor is read again.
+            kept_bytes = dense_bytes + (kept_bytes if is_tied else 0)
         total += kept_bytes
     return total
