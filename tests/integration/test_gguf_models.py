@@ -228,7 +228,7 @@ def test_the_memory_that_is_asked_for_is_what_the_weights_take(
     bits = 8 * found.num_bytes / found.num_weights
     assert bits == 32 if dtype == "float32" else 5 <= bits < 16
     monkeypatch.setattr(type(parts.memory), "available", lambda _: expected - 1)
-    with pytest.raises(ConfigError, match="the weights of .* take"):
+    with pytest.raises(ConfigError, match=r"the weights of .* take"):
         load_model(config, parts)
 
 

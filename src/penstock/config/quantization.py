@@ -30,11 +30,11 @@ class QuantizationConfig:
 
     method: str
     bits: int = 8  # the fewest of a layer; of a GGUF file unknown
-    formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
     group: int = 0
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
     rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
+    formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
 
     @property
     def name(self) -> str:

@@ -85,12 +85,7 @@ class QuantizedWeight:
                 raise ValueError(f"{name} are {list(expected)} {types}, not {list(values.shape)} {values.dtype}")
             if not values.isfinite().all():
                 raise ValueError(f"{name} must be finite")
-        if self.factors is not None:
-            blocks = 1 + (self.minima is not None), rows, -(-expected[1] // max(1, self.factor_groups))
-            if self.factors.shape != blocks or self.factors.dtype != torch.float16 or self.zeros is not None:
-                raise ValueError(f"factors are {list(blocks)} float16, not {list(self.factors.shape)}, without zeros")
-            if not self.factors.isfinite().all():
-                raise ValueError("factors must be finite")
+        self._check_factors()
         is_number = self.codebook.isfinite()
         if self.bits == 4 and self.codes.numel() and self.codes.amax() > 15:
             raise ValueError(f"code {self.codes.amax().item()} does not fit 4 bits")
@@ -104,6 +99,16 @@ class QuantizedWeight:
             or not torch.equal(self.codebook, signed_integers(8))
         ):
             raise ValueError("inputs are quantized only for signed integers with one scale per row")
+
+    def _check_factors(self) -> None:
+        if self.factors is None:
+            return
+        rows, groups = self.scales.shape
+        expected = 1 + (self.minima is not None), rows, -(-groups // max(1, self.factor_groups))
+        if self.factors.shape != expected or self.factors.dtype != torch.float16 or self.zeros is not None:
+            raise ValueError(f"factors are {list(expected)} float16, not {list(self.factors.shape)}, without zeros")
+        if not self.factors.isfinite().all():
+            raise ValueError("factors must be finite")
 
     @property
     def shape(self) -> torch.Size:
@@ -168,8 +173,9 @@ class QuantizedWeight:
         return values if self.minima is None else values - self.minima[rows].float()[:, group_of]
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QuantizedWeight:
-        """Returns some rows and inputs; if these divide a block of groups, with products in the place of factors. Raises
-        ValueError if the inputs divide a group or, quantized, a row.
+        """Returns some rows and inputs; if these divide a block of groups, with products in the place of factors.
+
+        Raises ValueError if the inputs divide a group or, quantized, a row.
         """
         inputs, groups = self.shape[1], self.scales.shape[1]
         first, end, stride = columns.indices(inputs)

@@ -12,8 +12,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `state_cache_bytes` that of the `num_states` states of recurrent layers, kept every `checkpoint_interval` tokens;
     `load_seconds` is the time from the first worker's start to the end of the warm-up. `pooling` describes in words
     what a pooling engine returns. `shares_experts`: the data parallel engines divide the experts among them.
-    `wrapper` is the model type of a multimodal model whose text part is served. `weights` names the formats in which the
-    checkpoint's weights are; `num_weights` and their bytes in memory are sums over all ranks.
+    `wrapper` is the model type of a multimodal model whose text part is served. `weights` names the formats in which
+    the checkpoint's weights are; `num_weights` and their bytes in memory are sums over all ranks.
     """
 
     dtype: str

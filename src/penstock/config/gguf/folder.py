@@ -28,8 +28,8 @@ _VERSION = 2
 
 
 def unpack_gguf(file: Path, needs_tokenizer: bool = True) -> Path:
-    """Returns the folder of a file, which may be any part of a model in several. Raises ConfigError if the file is not a
-    model that Penstock serves, if a part is missing, or with `needs_tokenizer` if its vocabulary cannot be read.
+    """Returns the folder of a file, which may be any part of a model in several. Raises ConfigError if the file is not
+    a model that Penstock serves, if a part is missing, or with `needs_tokenizer` if its vocabulary cannot be read.
     """
     # Not what a link leads to: parts are found by their names.
     paths = part_paths(Path(os.path.abspath(file)))

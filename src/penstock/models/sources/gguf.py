@@ -195,35 +195,37 @@ def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     )
 
 
-def _k_scales(blocks: torch.Tensor, rows: int) -> dict[str, torch.Tensor | int]:
-    """Returns the scales, minima and factors of a weight with eight groups in every block.
+def _k_weight(codes: torch.Tensor, codebook: torch.Tensor, bits: int, blocks: torch.Tensor) -> QuantizedWeight:
+    """Returns the weight [rows, inputs] of blocks with eight groups.
 
-    They are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0 to 3 and 4 to 7; of the
-    other four, bytes 8 to 11 have the low bits, and the top bits of the first eight bytes the high ones.
+    Scales and minima are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0 to 3 and 4
+    to 7; of the other four, bytes 8 to 11 have the low bits, and the top bits of the first eight bytes the high ones.
     """
-    packed = blocks[:, 4:16]
+    packed, rows = blocks[:, 4:16], len(codes)
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
     minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
-    factors = torch.stack([_by_rows(_half(blocks, at), rows) for at in (0, 2)])
-    return {
-        "scales": _by_rows(scales, rows).view(torch.int8),
-        "minima": _by_rows(minima, rows).view(torch.int8),
-        "factors": factors,
-        "factor_groups": 8,
-    }
+    return QuantizedWeight(
+        codes,
+        codebook,
+        _by_rows(scales, rows).view(torch.int8),
+        _GROUP,
+        bits,
+        minima=_by_rows(minima, rows).view(torch.int8),
+        factors=torch.stack([_by_rows(_half(blocks, at), rows) for at in (0, 2)]),
+        factor_groups=8,
+    )
 
 
 def _q4_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     codes = _halves(blocks[:, 16:].reshape(-1, 32))
-    return QuantizedWeight(_by_rows(codes, rows), integers(4), group=_GROUP, **_k_scales(blocks, rows))
+    return _k_weight(_by_rows(codes, rows), integers(4), 4, blocks)
 
 
 def _q5_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     low = _halves(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
     high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    codes = _by_rows(low | (high << 4), rows)
-    return QuantizedWeight(codes, signed_integers(8), group=_GROUP, bits=8, **_k_scales(blocks, rows))
+    return _k_weight(_by_rows(low | (high << 4), rows), signed_integers(8), 8, blocks)
 
 
 def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
