@@ -83,7 +83,7 @@ def write_gguf(
             is_matrix = part.ndim > 1 and "ffn_gate_inp" not in of_file and not of_file.endswith("bias")
             chosen = kind if is_matrix else Kind.F32
             chosen = next((each for end, each in kinds.items() if new_name.endswith(end)), chosen)
-            data = gguf.quantize(part.contiguous().numpy(), chosen)
+            data = _quantize(part.contiguous().numpy(), chosen)
             stored.append((of_file, data, chosen))
             found.append(torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32)).reshape(part.shape))
         values[name] = restore(found).bfloat16()
@@ -102,6 +102,23 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
     return _single_experts(values)
+
+
+# Types that the library only reads -> where the float16 factors of a block are.
+_FACTORS = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+
+
+def _quantize(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Of types that the library only reads it returns random blocks, with values of the size of the given ones."""
+    if kind not in _FACTORS:
+        return gguf.quantize(values, kind)
+    in_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(values.size)
+    blocks = rng.integers(0, 256, (values.size // in_block, num_bytes), np.uint8)
+    for at in _FACTORS[kind]:
+        factors = rng.uniform(0.5, 1, len(blocks)) * values.std() / 1000
+        blocks[:, at : at + 2] = factors.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _part(file: Path, number: int, num_parts: int) -> Path:

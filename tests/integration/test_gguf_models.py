@@ -47,6 +47,8 @@ LATENT = {
 SHARED = {"first_k_dense_replace": 1, "moe_intermediate_size": 64, "num_experts_per_tok": 3, "n_shared_experts": 2}
 WINDOWS = {"num_hidden_layers": 4, "sliding_window": 26}
 LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
+# Which llama.cpp would not know.
+SOME_FULL = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -68,6 +70,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}, KINDS.Q5_1, {"tensor_parallel_size": 2}),
     "qwen2": ("qwen2", {}, KINDS.Q5_0, {"tensor_parallel_size": 2}),
     "qwen3": ("qwen3", {}, KINDS.Q4_1, {}),
+    "qwen3, K types": (
+        "qwen3",
+        {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8},
+        KINDS.Q4_K,
+        {"tensor_parallel_size": 2},
+    ),
     "qwen3moe": ("qwen3_moe", EXPERTS, KINDS.Q8_0, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "gemma2": (
         "gemma2",
@@ -87,8 +95,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
     "granite, biases": ("granite", {**MULTIPLIERS, "head_dim": None, "attention_bias": True}, KINDS.Q8_0, {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}, KINDS.Q8_0, {}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4}, KINDS.Q4_0, {"tensor_parallel_size": 2}),
-    "olmo3": ("olmo3", {**WINDOWS, "layer_types": LAST_FULL, "rope_parameters": YARN}, KINDS.Q8_0, {}),
-    "exaone4": ("exaone4", {**WINDOWS, "layer_types": LAST_FULL}, KINDS.Q8_0, {}),
+    "olmo3": ("olmo3", {**WINDOWS, "layer_types": SOME_FULL, "rope_parameters": YARN}, KINDS.Q8_0, {}),
+    "exaone4": ("exaone4", {**WINDOWS, "layer_types": SOME_FULL}, KINDS.Q8_0, {}),
     "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, KINDS.Q4_0, {}),
     "cohere2": (
         "cohere2",
@@ -104,7 +112,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
     ),
     "glm4": (
         "glm4",
-        {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.25}},
         KINDS.Q5_0,
         {"tensor_parallel_size": 2},
     ),
@@ -114,7 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "sliding_window": 26,
-            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 24.0},
+            "rope_parameters": {**YARN, "truncate": False, "beta_fast": 4.0},
         },
         KINDS.Q8_0,
         {"tensor_parallel_size": 2},
@@ -159,6 +167,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
 # Matrices of another kind, by the end of their names.
 OTHERS: dict[str, dict[str, KINDS]] = {
     "qwen2": {"v_proj.weight": KINDS.Q8_0, "down_proj.weight": KINDS.F16},
+    "qwen3, K types": {"v_proj.weight": KINDS.Q6_K, "o_proj.weight": KINDS.Q5_K, "down_proj.weight": KINDS.Q6_K},
     "gpt-oss": {f"experts.{part}_proj.weight": KINDS.MXFP4 for part in ("gate", "up", "down")},
     "deepseek-v2": {"k_b_proj.weight": KINDS.BF16},
 }
@@ -182,7 +191,16 @@ def make_twins(name: str, folder: Path, file: Path, num_parts: int = 1) -> Path:
 
 
 # Those with what others do not have: rows in another order, divided tensors, experts in one tensor, norms plus one.
-QUICK = ("llama", "qwen2", "gemma2", "phi3, long contexts", "granite, biases", "gpt-oss", "deepseek-v3")
+QUICK = (
+    "llama",
+    "qwen2",
+    "qwen3, K types",
+    "gemma2",
+    "phi3, long contexts",
+    "granite, biases",
+    "gpt-oss",
+    "deepseek-v3",
+)
 
 
 @pytest.mark.parametrize(
