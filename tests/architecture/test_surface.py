@@ -24,6 +24,7 @@ ENGINE_FLAGS = {
     "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config", "--quantization",
     "--quantize-head",
     "--revision", "--runner", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
+    "--state-cache-share", "--state-checkpoint-interval",
     "--tensor-parallel-size", "--tokenizer",
 }  # fmt: skip
 SERVER_FLAGS = {

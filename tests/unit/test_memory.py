@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock import LLM
-from penstock.config.engine import CacheConfig, EngineArgs, resolve
+from penstock.config.cache import CacheConfig
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.engine import build
 from penstock.engine.cache_plan import num_blocks_in_budget

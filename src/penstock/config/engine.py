@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.arguments import argument
+from penstock.config.cache import CacheConfig
 from penstock.config.expert_parallel import parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
@@ -129,16 +130,10 @@ class EngineArgs:
     )
     num_gpu_blocks_override: int | None = argument(CACHE, None, "number of KV blocks, instead of a size")
     state_cache_share: float = argument(
-        CACHE,
-        0.5,
-        "share of the KV cache's memory that holds states, if the model has recurrent layers",
-        metavar="SHARE",
+        CACHE, 0.5, "share of the cache's memory for the states of recurrent layers, if there are any", metavar="SHARE"
     )
     state_checkpoint_interval: int | None = argument(
-        CACHE,
-        None,
-        "keep the state of recurrent layers after every so many tokens, besides the ends of prompts and answers "
-        "(default: as many tokens as have KV of a state's size)",
+        CACHE, None, "tokens between states that are kept (default: as many as have KV of a state's size)"
     )
     scheduling_policy: str = argument(STEPS, "fcfs", "order of waiting requests", POLICIES)
     async_scheduling: bool | None = argument(
@@ -239,24 +234,6 @@ class ExecutionConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     deterministic: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """The KV cache's budget: a number of blocks, or bytes, or a share of the device's memory, in that order.
-
-    `num_sharers` engines divide that share equally. If there are recurrent layers, `state_share` of the cache holds
-    states; they are kept every `checkpoint_interval` tokens, None for a default by their size.
-    """
-
-    block_size: int
-    enable_prefix_caching: bool
-    gpu_memory_utilization: float
-    kv_cache_memory: int | None
-    num_blocks_override: int | None
-    state_share: float = 0.5
-    checkpoint_interval: int | None = None
-    num_sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.config.cache import CacheConfig
+from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.core.kv_cache_planning import longest_request, plan_kv_cache, states_for_one_request
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
