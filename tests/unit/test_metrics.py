@@ -91,6 +91,7 @@ INFO = EngineInfo(
     num_blocks=512,
     block_size=16,
     kv_cache_bytes=1 << 20,
+    kv_cache_dtype="bfloat16",
     load_seconds=0.5,
 )
 DRAFTS = SpeculationStats(2, 5, (2, 1))

@@ -20,6 +20,7 @@ ONE = EngineInfo(
     num_blocks=10,
     block_size=16,
     kv_cache_bytes=1 << 30,
+    kv_cache_dtype="bfloat16",
     load_seconds=1.5,
 )
 
@@ -52,7 +53,7 @@ class Case:
             {"weights": "q4_k, q6_k", "num_weights": 1 << 30, "weight_bytes": 9 << 26},
             "  weights    q4_k, q6_k, 4.5 bits each, 0.56 GiB",
         ),
-        Case({}, "  KV cache   1.00 GiB, 160 tokens in 10 blocks"),
+        Case({}, "  KV cache   1.00 GiB of bfloat16, 160 tokens in 10 blocks"),
         Case({"num_blocks": 0, "kv_cache_bytes": 0}, "  KV cache   none: the model stores nothing"),
     ],
 )

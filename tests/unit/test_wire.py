@@ -153,6 +153,7 @@ def test_arguments_of_the_core_and_its_ready_message_survive_the_wire() -> None:
         num_blocks=100,
         block_size=16,
         kv_cache_bytes=1 << 40,
+        kv_cache_dtype="bfloat16",
         load_seconds=0.5,
     )
     ready = Ready(info, SchedulerConfig(**numbers))

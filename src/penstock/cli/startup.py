@@ -43,7 +43,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
     cache = "none: the model stores nothing"
     if info.num_blocks:
         tokens = f"{info.num_blocks * info.block_size:,} tokens in {info.num_blocks:,} blocks"
-        cache = f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens}"
+        cache = f"{info.kv_cache_bytes / 2**30:.2f} GiB of {info.kv_cache_dtype}, {tokens}"
     weights = f"{info.weights}, {8 * info.weight_bytes / max(1, info.num_weights):.1f} bits each"
     rows = (
         ("model", f"{model}, {info.dtype}"),

@@ -45,7 +45,7 @@ def load_eagle3_config(path: Path, target: ModelConfig) -> Eagle3Config:
     """Reads `path/config.json`. Raises ConfigError naming the field that is invalid, or does not fit the target."""
     raw = read_model_json(path)
     file = path / "config.json"
-    shape = parse_model_config(path, raw.get(_NESTED) or raw, target.dtype)
+    shape = parse_model_config(path, raw.get(_NESTED) or raw, target.dtype).with_kv_cache(target.kv_cache_dtype)
     for name in _VARIANTS:
         if raw.get(name):
             raise ConfigError(f"{file} sets {name}, which is not supported")

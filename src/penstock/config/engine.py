@@ -18,7 +18,7 @@ from penstock.config.cache import CacheConfig
 from penstock.config.expert_parallel import parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
-from penstock.config.model import ModelConfig, load_model_config
+from penstock.config.model import KV_CACHE_DTYPES, ModelConfig, load_model_config
 from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
@@ -118,6 +118,7 @@ class EngineArgs:
     )
     max_num_seqs: int = argument(STEPS, 256, "maximum number of requests that run at once")
     block_size: int = argument(CACHE, 16, "tokens per KV block, a multiple of 8")
+    kv_cache_dtype: str = argument(CACHE, "auto", "int8 stores keys and values in half the bytes", KV_CACHE_DTYPES)
     enable_prefix_caching: bool = argument(CACHE, True, "reuse the KV of prompts with a common beginning")
     gpu_memory_utilization: float = argument(
         CACHE, 0.9, "share of the device's memory that the engine may use", metavar="SHARE"
@@ -272,6 +273,10 @@ class EngineConfig:
         limits, is_cpu = self.scheduler, device == "cpu"
         if not is_cpu and self.load_quantization != AS_STORED:
             raise ConfigError("quantization and quantize_head round weights for a CPU: set device cpu")
+        if not is_cpu and self.model.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"kv_cache_dtype={self.model.kv_cache_dtype} needs a CPU: set device cpu, or leave it at auto"
+            )
         num_step_tokens = limits.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
         if limits.needs_whole_prompts:
             num_step_tokens = max(num_step_tokens, limits.max_model_len)
@@ -302,7 +307,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
     _check(args)
     needs_tokenizer = not args.skip_tokenizer_init and args.tokenizer is None
     model_path = resolve_model_path(args.model, args.revision, needs_tokenizer)
-    model = load_model_config(model_path, args.dtype)
+    model = load_model_config(model_path, args.dtype).with_kv_cache(args.kv_cache_dtype)
     pooling = find_pooling(args.runner, args.pooler_config, model)
     max_model_len = _max_model_len(args, model, pooling)
     model = model.for_length(max_model_len)
@@ -478,6 +483,7 @@ def _check(args: EngineArgs) -> None:
         "runner": RUNNERS,
         "scheduling_policy": POLICIES,
         "load_format": LOAD_FORMATS,
+        "kv_cache_dtype": KV_CACHE_DTYPES,
         "quantization": ROUNDINGS,
         "quantize_head": HEAD_ROUNDINGS,
         "device": DEVICES,

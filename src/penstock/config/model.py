@@ -32,10 +32,10 @@ from penstock.config.latent import LatentConfig, read_latent
 from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
 from penstock.config.recurrent import LINEAR, DeltaSizes, read_delta
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
-from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
 
-DTYPES = tuple(DTYPE_BYTES)
+DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8")
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -83,6 +83,11 @@ class ModelConfig:
     activation: str = SILU  # of gated MLPs
     multipliers: MultipliersConfig = NO_MULTIPLIERS
     wrapper: str = ""
+    kv_cache_dtype: str = "auto"  # of `KV_CACHE_DTYPES`; auto is `dtype`
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def rotary_dim(self) -> int:
@@ -98,6 +103,13 @@ class ModelConfig:
     def for_length(self, max_model_len: int) -> ModelConfig:
         """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`)."""
         return replace(self, rope=self.rope.for_length(max_model_len))
+
+    def with_kv_cache(self, dtype: str) -> ModelConfig:
+        """Returns the model with this `kv_cache_dtype`. Raises ConfigError if its KV cannot be stored in this way."""
+        if dtype != "auto" and (self.encoder is not None or self.latent is not None):
+            why = "an encoder stores no KV" if self.encoder is not None else "its latent attention is served as it is"
+            raise ConfigError(f"kv_cache_dtype={dtype} cannot be used with {self.path}: {why}. Leave it at auto")
+        return replace(self, kv_cache_dtype=dtype)
 
 
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:

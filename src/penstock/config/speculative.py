@@ -148,7 +148,7 @@ def _check_rates(options: _Options) -> None:
 
 
 def _load_draft_model(path: Path, target: ModelConfig) -> ModelConfig:
-    model = load_model_config(path, target.dtype)
+    model = load_model_config(path, target.dtype).with_kv_cache(target.kv_cache_dtype)
     if model.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft model has a vocabulary of {model.vocab_size} tokens and the target one of {target.vocab_size}: "

@@ -163,6 +163,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         state_cache_bytes=cache.num_states * sum(bytes_per_state(cache, facts).values()),
         num_states=cache.num_states,
         checkpoint_interval=cache.checkpoint_interval,
+        kv_cache_dtype=config.model.kv_dtype,
         load_seconds=SystemClock().now() - started,
         tensor_parallel_size=config.parallel.tp,
         pipeline_parallel_size=config.parallel.pp,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.kernels.kv_rows import dequantize_rows, head_size_of
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 _TILE = 64
@@ -43,7 +44,7 @@ class Softmax:
 
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
-    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]
+    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D], or D + 4 of int8 (`kv_rows`)
     block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
@@ -99,12 +100,12 @@ def _attend(
         return _attend_reference(q, kv_cache, requests, softmax, value_size, is_causal=is_causal)
     tokens, num_heads, head_dim = q.shape
     out = q.new_empty((tokens, num_heads * value_size))
-    native.function("paged_attention", "pnppnppppnnnnnnnnnffiii")(
+    native.function("paged_attention", "pnppnppppnnnnnnnnnffiiii")(
         q.data_ptr(), q.stride(0), kv_cache.data_ptr(), block_table.data_ptr(), block_table.stride(0),
         query_start_loc.data_ptr(), seq_lens.data_ptr(), None if softmax.sinks is None else softmax.sinks.data_ptr(),
         out.data_ptr(), tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, value_size,
         kv_cache.shape[3], softmax.sliding_window, num_threads(), softmax.scale, softmax.softcap,
-        DTYPE_CODES[q.dtype], is_causal, kv_cache.shape[1] == 1,
+        DTYPE_CODES[q.dtype], is_causal, kv_cache.shape[1] == 1, kv_cache.dtype == torch.int8,
     )  # fmt: skip
     return out
 
@@ -169,7 +170,9 @@ def _attend_one(
         places = torch.arange(tile, tile + _TILE, device=q.device)
         is_there = (places >= first) & (places < end)
         ids = torch.where(is_there, blocks[(places // block_size).clamp(max=blocks.shape[0] - 1)].long(), 0)
-        planes = kv_cache[ids, :, :, places % block_size].to(wide).masked_fill(~is_there[:, None, None, None], 0)
+        rows = kv_cache[ids, :, :, places % block_size]
+        rows = dequantize_rows(rows) if rows.dtype == torch.int8 else rows
+        planes = rows.to(wide).masked_fill(~is_there[:, None, None, None], 0)
         k, v = planes[:, 0], planes[:, -1, :, -value_size:]
         is_seen = is_there & (places >= firsts) & (places <= lasts)
         scores = (grouped * k.transpose(0, 1)[:, None]).sum(-1) * softmax.scale  # [n, Hkv, group, tile]
@@ -210,10 +213,11 @@ class _SoftmaxState:
 
 def _check(q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, value_size: int) -> None:
     block_table, query_start_loc, seq_lens = requests
-    assert q.dtype in DTYPE_CODES and kv_cache.dtype == q.dtype, f"q is {q.dtype}, the cache {kv_cache.dtype}"
-    assert q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] in (1, 2) and kv_cache.shape[4] == q.shape[2], (
-        f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
-    )
+    planes = (2,) if kv_cache.dtype == torch.int8 else (1, 2)
+    assert q.dtype in DTYPE_CODES and kv_cache.dtype in (q.dtype, torch.int8), f"q {q.dtype}, cache {kv_cache.dtype}"
+    assert (
+        q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] in planes and head_size_of(kv_cache) == q.shape[2]
+    ), f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
     num_heads, head_dim = q.shape[1:]
     assert value_size == head_dim or (kv_cache.shape[1] == 1 and 0 < value_size < head_dim), (
         f"values of {value_size} in a cache {tuple(kv_cache.shape)}"

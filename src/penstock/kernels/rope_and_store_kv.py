@@ -6,7 +6,8 @@ token's position; the rest pass unchanged. Where norm weights are given, each he
 
 The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
 their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size
-+ offset in the block; slot -1 belongs to padding.
++ offset in the block; slot -1 belongs to padding. A cache of int8 has rows of head_dim + 4 elements (`kv_rows`): keys and
+values are quantized after they have been rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.dispatch import triton_module, uses_triton
+from penstock.kernels.kv_rows import head_size_of, quantize_rows
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
 from penstock.kernels.rms_norm import rms_norm_reference
 
@@ -26,7 +28,7 @@ def rope_and_store_kv(
     num_kv_heads: int,
     cos_sin: torch.Tensor,  # [max_pos, rotary_dim] float32: rotary_dim / 2 cosines, then as many sines
     positions: torch.Tensor,  # [T] int64
-    kv_cache: torch.Tensor,  # [num_blocks, planes, Hkv, block_size, D]
+    kv_cache: torch.Tensor,  # [num_blocks, planes, Hkv, block_size, D], or D + 4 of int8
     slot_mapping: torch.Tensor,  # [T] int64, -1 stores nothing
     q_norm: torch.Tensor | None = None,  # [D], of the dtype of `qkv` or float32
     k_norm: torch.Tensor | None = None,  # [D], of the dtype of `q_norm`
@@ -34,16 +36,19 @@ def rope_and_store_kv(
 ) -> None:
     """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
     tokens, width = qkv.shape
-    assert qkv.dtype in DTYPE_CODES and kv_cache.dtype == qkv.dtype, f"qkv {qkv.dtype}, cache {kv_cache.dtype}"
+    has_int8_cache = kv_cache.dtype == torch.int8 and not uses_triton(qkv)
+    assert qkv.dtype in DTYPE_CODES and (kv_cache.dtype == qkv.dtype or has_int8_cache), (
+        f"qkv {qkv.dtype}, cache {kv_cache.dtype}"
+    )
     assert kv_cache.dim() == 5 and kv_cache.shape[1] in (1, 2) and kv_cache.shape[2] == num_kv_heads, (
         f"cache is {tuple(kv_cache.shape)}"
     )
-    planes, head_dim = kv_cache.shape[1], kv_cache.shape[4]
+    planes, head_dim = kv_cache.shape[1], head_size_of(kv_cache)
     assert width == (num_heads + planes * num_kv_heads) * head_dim, (
         f"qkv is {width} wide for {num_heads} + {planes} * {num_kv_heads} heads of {head_dim}"
     )
     assert cos_sin.dtype == torch.float32 and cos_sin.dim() == 2, f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
-    assert planes == 1 or head_dim <= MAX_HEAD_DIM, f"heads of {head_dim} dimensions"
+    assert (planes == 1 and not has_int8_cache) or head_dim <= MAX_HEAD_DIM, f"heads of {head_dim} dimensions"
     assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim, (
         f"{cos_sin.shape[1]} rotated of {head_dim} dimensions"
     )
@@ -68,11 +73,12 @@ def rope_and_store_kv(
     if native is None:
         rope_and_store_kv_reference(*arguments)
         return
-    native.function("rope_and_store_kv", "pppppppnnnnnnnfiii")(
+    native.function("rope_and_store_kv", "pppppppnnnnnnnfiiii")(
         qkv.data_ptr(), kv_cache.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
         qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[1], kv_cache.shape[3],
         num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1, has_float_norms,
+        has_int8_cache,
     )  # fmt: skip
 
 
@@ -88,14 +94,15 @@ def rope_and_store_kv_reference(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    block_size, head_dim = kv_cache.shape[3:]
+    block_size, head_dim = kv_cache.shape[3], head_size_of(kv_cache)
+    as_stored = quantize_rows if kv_cache.dtype == torch.int8 else torch.Tensor.contiguous
     q, k, *v = qkv.unflatten(1, (-1, head_dim)).split([num_heads] + [num_kv_heads] * kv_cache.shape[1], dim=1)
     cos_sin = cos_sin[positions]
     stored = slot_mapping >= 0
     blocks, offsets = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
-    kv_cache[blocks, 0, :, offsets] = _rotated(k, cos_sin, k_norm, eps)[stored]
+    kv_cache[blocks, 0, :, offsets] = as_stored(_rotated(k, cos_sin, k_norm, eps)[stored])
     for values in v:
-        kv_cache[blocks, 1, :, offsets] = values[stored]
+        kv_cache[blocks, 1, :, offsets] = as_stored(values[stored])
     q.copy_(_rotated(q, cos_sin, q_norm, eps))
 
 

@@ -78,7 +78,7 @@ def _heads(
         return AttentionHeads(spec, len(own.queries), config.latent.scale, rotary, **options)
     first, total = own.kv.start, config.num_key_value_heads
     spec = KVCacheSpec.keys_and_values(
-        len(own.kv), config.head_dim, config.dtype, window, first_head=first, total_heads=total
+        len(own.kv), config.head_dim, config.kv_dtype, window, first_head=first, total_heads=total
     )
     scale = config.head_dim**-0.5 if config.multipliers.attention is None else config.multipliers.attention
     return AttentionHeads(spec, len(own.queries), scale, rotary, **options)

@@ -9,11 +9,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`kernels` is the kernel set in use: an instruction set of the native library (`native.ARITHMETIC` lists them), or
     torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is the number of threads of
     each rank on a CPU. `kv_cache_bytes` is the sum over all ranks, each of which stores its part of every block, and
-    `state_cache_bytes` that of the `num_states` states of recurrent layers, kept every `checkpoint_interval` tokens;
-    `load_seconds` is the time from the first worker's start to the end of the warm-up. `pooling` describes in words
-    what a pooling engine returns. `shares_experts`: the data parallel engines divide the experts among them.
-    `wrapper` is the model type of a multimodal model whose text part is served. `weights` names the formats in which
-    the checkpoint's weights are; `num_weights` and their bytes in memory are sums over all ranks.
+    `kv_cache_dtype` that of the stored numbers; `state_cache_bytes` is the sum of the `num_states` states of recurrent
+    layers, kept every `checkpoint_interval` tokens. `load_seconds` is the time from the first worker's start to the end
+    of the warm-up. `pooling` describes in words what a pooling engine returns. `shares_experts`: the data parallel
+    engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
+    `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
+    over all ranks.
     """
 
     dtype: str
@@ -25,6 +26,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    kv_cache_dtype: str
     load_seconds: float
     state_cache_bytes: int = 0
     num_states: int = 0

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 NULL_BLOCK = 0
 """Represents padding and blocks that left a sliding window; no request owns it and it is never read."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+SCALE_BYTES = 4
+"""Of the float32 behind the integers of every vector that is stored as int8 (`kernels/kv_rows.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,10 @@ class KVCacheSpec:
     """One layer's cache, with all of the model's KV heads or with those of one rank.
 
     `sliding_window` is the number of tokens that a query sees, itself included; 0 means all. Other ranks have the
-    `heads_before` and `heads_behind` those of `planes`.
+    `heads_before` and `heads_behind` those of `planes`. A row is what is stored of a token and a head in one plane: with
+    `dtype` int8, integers and then their scale.
 
-    A recurrent layer's block holds one vector of each plane and head, whatever its size in tokens: the state after the
+    A recurrent layer's block holds one row of each plane and head, whatever its size in tokens: the state after the
     last computed token of the block. The next token reads it and nothing else, as with a window of two tokens. Of a
     token that is a draft, `draft_inputs` numbers of each head are kept outside the cache until it is accepted.
     """
@@ -86,13 +89,17 @@ class KVCacheSpec:
         planes = tuple(replace(plane, num_heads=plane.num_heads + others) for plane in self.planes)
         return replace(self, planes=planes, heads_before=0, heads_behind=0)
 
+    def row_size(self, plane: KVPlane) -> int:
+        """Returns the elements of `dtype` in a row of the plane."""
+        return plane.head_size + (SCALE_BYTES if self.dtype == "int8" else 0)
+
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of this layer, all planes together."""
-        num_vectors = self.vectors_per_block(block_size)
-        return sum(plane.num_heads * plane.head_size for plane in self.planes) * DTYPE_BYTES[self.dtype] * num_vectors
+        elements = sum(plane.num_heads * self.row_size(plane) for plane in self.planes)
+        return elements * DTYPE_BYTES[self.dtype] * self.rows_per_block(block_size)
 
-    def vectors_per_block(self, block_size: int) -> int:
-        """How many vectors a block has of each plane and head: one for each token, or a single state."""
+    def rows_per_block(self, block_size: int) -> int:
+        """How many rows a block has of each plane and head: one for each token, or a single state."""
         return 1 if self.is_recurrent else block_size
 
     def first_needed_block(self, num_computed_tokens: int, block_size: int) -> int:

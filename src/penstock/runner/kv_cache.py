@@ -24,17 +24,18 @@ class KVCache:
     """
 
     config: KVCacheConfig
-    tensors: dict[str, torch.Tensor]  # each [blocks, planes, num_kv_heads, vectors of a block, head_size]
+    tensors: dict[str, torch.Tensor]  # each [blocks, planes, num_kv_heads, rows of a block, row_size]
     shared: Mapping[int, SharedMemory] = field(default_factory=dict[int, SharedMemory])
 
-    def fill(self, group: int, block_ids: Iterable[int], value: float) -> None:
-        """Overwrites blocks of a group in all of its layers, except the null block."""
+    def fill(self, group: int, block_ids: Iterable[int], byte: int) -> None:
+        """Overwrites every byte of a group's blocks in all of its layers, except the null block."""
         config = self.config
         layers = [(name, config.groups[group].spec) for name in config.groups[group].layer_names]
         layers += [(layer.name, layer.spec) for layer in config.attached if layer.group == group]
         block_ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
         for name, spec in layers:
-            self.tensors[name][[block_id - config.first_block(spec) for block_id in block_ids]] = value
+            rows = [block_id - config.first_block(spec) for block_id in block_ids]
+            self.tensors[name].view(torch.uint8)[rows] = byte
 
 
 def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> KVCache:
@@ -69,8 +70,8 @@ def allocate_shared_kv_cache(config: KVCacheConfig, allocate: Callable[[int], Sh
 def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:
     plane, *others = spec.planes
     assert all((p.num_heads, p.head_size) == (plane.num_heads, plane.head_size) for p in others), spec.planes
-    num_blocks, num_vectors = config.num_blocks_of(spec), spec.vectors_per_block(config.block_size)
-    return (num_blocks, len(spec.planes), plane.num_heads, num_vectors, plane.head_size)
+    num_blocks, num_rows = config.num_blocks_of(spec), spec.rows_per_block(config.block_size)
+    return (num_blocks, len(spec.planes), plane.num_heads, num_rows, spec.row_size(plane))
 
 
 # The axes of the tensors that `allocate_kv_cache` makes.

@@ -28,6 +28,9 @@ from penstock.runner.outputs import PendingOutput, ReadyOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.step_end import ExecuteModelState, StepEnd
 
+BYTE_OF_NAN = 0xFF
+"""A number of such bytes is NaN in every floating-point type."""
+
 
 class Forward(Protocol):
     """The part of `Passes` that every stage has."""
@@ -113,4 +116,4 @@ class ModelRunner:
         if self.poisoned is not None:
             # Blocks after the cached prefix have no content yet: a read before they are written must show.
             for group, ids in enumerate(block_ids):
-                self.poisoned.fill(group, ids[num_kept // self.blocks.block_size :], torch.nan)
+                self.poisoned.fill(group, ids[num_kept // self.blocks.block_size :], BYTE_OF_NAN)

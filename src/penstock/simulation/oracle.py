@@ -226,7 +226,7 @@ class OracleMemory:
 
     def _num_words(self, spec: KVCacheSpec) -> int:
         """Returns the words of a block of one layer."""
-        return len(self.heads) * spec.vectors_per_block(self.block_size)
+        return len(self.heads) * spec.rows_per_block(self.block_size)
 
     def stride(self, layer_name: str) -> int:
         """Returns the bytes of a block of one layer."""
@@ -240,7 +240,7 @@ class OracleMemory:
 
     def _describe_layer(self, name: str, group: int) -> LayerLayout:
         heads, spec = self.heads, self._specs[name]
-        size, num_planes = spec.vectors_per_block(self.block_size), len(spec.planes)
+        size, num_planes = spec.rows_per_block(self.block_size), len(spec.planes)
         return LayerLayout(
             name=name,
             group=group,

@@ -30,7 +30,7 @@ _OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config
 # The user's arguments that a row keeps: the model and the device, nothing that schedules or moves KV.
 _KEPT = (
     "model", "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "device", "seed", "block_size",
-    "max_num_seqs", "gpu_memory_utilization",
+    "max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype",
 )  # fmt: skip
 
 
@@ -212,7 +212,8 @@ def _exact(config: EngineConfig) -> dict[str, bool]:
 def small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
     """Returns a pool barely larger than the longest request, so that two long requests do not fit."""
     groups = tuple(
-        KVCacheGroup((), KVCacheSpec.keys_and_values(1, 1, config.model.dtype, window)) for window in _windows(config)
+        KVCacheGroup((), KVCacheSpec.keys_and_values(1, 1, config.model.kv_dtype, window))
+        for window in _windows(config)
     )
     in_flight = 2 * plain["max_num_batched_tokens"]
     return 2 + blocks_for_one_request(groups, config.cache.block_size, plain["max_model_len"], in_flight)

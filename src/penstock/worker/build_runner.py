@@ -22,7 +22,7 @@ from penstock.runner.expert_mover import ExpertStep, NoExpertStep
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import TORCH_DTYPES, KVCache
 from penstock.runner.loaded_model import LoadedModel
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.model_runner import BYTE_OF_NAN, ModelRunner
 from penstock.runner.parts import DeviceParts, SamplingContext
 from penstock.runner.passes import EagerPasses, ForwardPasses
 from penstock.runner.pooling import PoolingEnd
@@ -51,7 +51,7 @@ def make_runner(
     poisoned = cache if debug and not attention.reads_unseen else None
     for tensor in cache.tensors.values():
         # In debug mode reads of the null block become visible. Recurrent layers have none, and no state yet.
-        tensor[NULL_BLOCK] = torch.nan if poisoned else 0
+        tensor.view(torch.uint8)[NULL_BLOCK] = BYTE_OF_NAN if poisoned else 0
     writer = parts.make_table_writer(limits.max_num_in_flight)
     links, is_last = loaded.links, loaded.links.downstream is None
     states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.max_num_drafts, device, writer)

@@ -19,7 +19,7 @@ static_assert(kRange % kTile == 0, "ranges consist of whole tiles");
 
 struct Attention {
     const void* q;                   // [T, num_heads, head_dim], rows q_stride elements apart
-    const void* kv_cache;            // [num_blocks, planes, num_kv_heads, block_size, head_dim]
+    const void* kv_cache;            // [num_blocks, planes, num_kv_heads, block_size], each a row of head_dim numbers
     const int32_t* block_table;      // [R, table_stride]
     const int32_t* query_start_loc;  // [R + 1]
     const int32_t* seq_lens;         // [R]
@@ -193,6 +193,7 @@ template <class Engine>
 class Worker {
 public:
     using T = typename Engine::Storage;
+    using C = typename Engine::Cached;
 
     static size_t bytes(const Attention& a) {
         const int64_t numbers = kGroup * (2 * kGroups * a.shape().padded_dim() + kTile);
@@ -218,20 +219,20 @@ public:
         const int64_t first_key = from > item.first_key ? from : item.first_key;
         const int64_t last_key = to < item.last_key ? to : item.last_key;
         const Keys keys{item.request, first_key, last_key};
-        KVTiles<T> tiles = locate(keys, first_key / kTile * kTile, item);
+        KVTiles<C> tiles = locate(keys, first_key / kTile * kTile, item);
         for (int64_t start = first_key / kTile * kTile; start < last_key; start += kTile) {
             const bool more = start + kTile < last_key;
-            KVTiles<T> next;
+            KVTiles<C> next;
             if (more) next = locate(keys, start + kTile, item);
             // With several groups per head, computation dominates the time.
             const bool reads = count_ == item.heads;
-            Prefetch<T> prefetch(more && reads ? &next : nullptr, a_.head_dim);
+            Prefetch<C> prefetch(more && reads ? &next : nullptr, a_.head_dim);
             for (int64_t head = 0; head < item.heads; ++head) {
-                const KVTile<T> tile = tiles.of(head);
+                const KVTile<C> tile = tiles.of(head);
                 // Nothing has been prefetched before the first tile.
                 const bool is_first = start <= first_key && head + 1 < item.heads;
-                const KVTiles<T> beside{tiles.of(is_first ? head + 1 : head), 1, 0, tiles.spans, tiles.has_values};
-                Prefetch<T> next_head(reads ? &beside : nullptr, a_.head_dim);
+                const KVTiles<C> beside{tiles.of(is_first ? head + 1 : head), 1, 0, tiles.spans, tiles.has_values};
+                Prefetch<C> next_head(reads ? &beside : nullptr, a_.head_dim);
                 engine_.set_tile(tile, is_first ? next_head : prefetch);
                 for (int group = 0; group < count_; ++group)
                     if (groups_[group].kv_head == item.first_head + head) visit(group, start);
@@ -311,22 +312,22 @@ private:
 
     // The tiles that begin at key `start`. Blocks with no key that a row sees are never read: with a window they may
     // have been freed.
-    KVTiles<T> locate(const Keys& keys, int64_t start, const Item& item) const {
-        KVTiles<T> tiles;
-        KVTile<T>& tile = tiles.first;
+    KVTiles<C> locate(const Keys& keys, int64_t start, const Item& item) const {
+        KVTiles<C> tiles;
+        KVTile<C>& tile = tiles.first;
         tile.begin = static_cast<int>(keys.first > start ? keys.first - start : 0);
         tile.end = static_cast<int>(keys.last - start < kTile ? keys.last - start : kTile);
         const int32_t* blocks = a_.block_table + keys.request * a_.table_stride;
-        const int64_t head_size = a_.block_size * a_.head_dim, plane = a_.num_kv_heads * head_size;
+        const int64_t row = row_size<C>(a_.head_dim), head_size = a_.block_size * row, plane = a_.num_kv_heads * head_size;
         const int64_t values = a_.latent ? a_.head_dim - a_.value_dim : plane;
-        const T* cache = static_cast<const T*>(a_.kv_cache) + item.first_head * head_size;
+        const C* cache = static_cast<const C*>(a_.kv_cache) + item.first_head * head_size;
         const int width = a_.block_size % (2 * kSpan) == 0 ? 2 * kSpan : kSpan;
         for (int key = 0; key < kTile; key += width) {
             const bool seen = key < tile.end && key + width > tile.begin;
             const int64_t block = seen ? (start + key) / a_.block_size : 0;
             const int64_t offset = start + key - block * a_.block_size;
-            const T* at = seen ? cache + blocks[block] * (a_.latent ? 1 : 2) * plane + offset * a_.head_dim : nullptr;
-            for (int i = key / kSpan; i < (key + width) / kSpan; ++i, at += seen ? kSpan * a_.head_dim : 0) {
+            const C* at = seen ? cache + blocks[block] * (a_.latent ? 1 : 2) * plane + offset * row : nullptr;
+            for (int i = key / kSpan; i < (key + width) / kSpan; ++i, at += seen ? kSpan * row : 0) {
                 tile.keys[i] = at;
                 tile.values[i] = seen ? at + values : nullptr;
             }
@@ -466,6 +467,11 @@ void attend(const Attention& attention) {
     });
 }
 
+template <class AsStored, class Integers>
+void attend(const Attention& attention, bool has_int8_cache) {
+    has_int8_cache ? attend<Integers>(attention) : attend<AsStored>(attention);
+}
+
 }  // namespace
 }  // namespace penstock::ISA
 
@@ -475,18 +481,19 @@ PENSTOCK_EXPORT(void, paged_attention)
 (const void* q, int64_t q_stride, const void* kv_cache, const int32_t* block_table, int64_t table_stride,
  const int32_t* query_start_loc, const int32_t* seq_lens, const float* sinks, void* out, int64_t tokens,
  int64_t requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size,
- int64_t window, int64_t threads, float scale, float softcap, int32_t dtype, int32_t causal, int32_t latent) {
+ int64_t window, int64_t threads, float scale, float softcap, int32_t dtype, int32_t causal, int32_t latent,
+ int32_t has_int8_cache) {
     const Attention attention{q,         kv_cache,    block_table,  query_start_loc, seq_lens,  sinks,
                               out,       q_stride,    table_stride, tokens,          requests,  num_heads,
                               num_kv_heads, head_dim, value_dim,    block_size,      window,    threads,
                               scale,     softcap,     causal != 0,  latent != 0};
     switch (dtype) {
-        case kFloat32: return attend<FloatEngine<float>>(attention);
-        case kFloat16: return attend<FloatEngine<f16>>(attention);
+        case kFloat32: return attend<FloatEngine<float>, FloatEngine<float, int8_t>>(attention, has_int8_cache);
+        case kFloat16: return attend<FloatEngine<f16>, FloatEngine<f16, int8_t>>(attention, has_int8_cache);
 #if defined(__AVX512BF16__)
-        case kBFloat16: return attend<BFloat16Engine>(attention);
+        case kBFloat16: return attend<BFloat16Engine, DequantizingEngine>(attention, has_int8_cache);
 #else
-        case kBFloat16: return attend<FloatEngine<bf16>>(attention);
+        case kBFloat16: return attend<FloatEngine<bf16>, FloatEngine<bf16, int8_t>>(attention, has_int8_cache);
 #endif
     }
 }

@@ -108,6 +108,7 @@ struct PairUnit {
 class BFloat16Engine {
 public:
     using Storage = bf16;
+    using Cached = bf16;
     using Weight = bf16;
 
     static size_t bytes(Shape shape) {
@@ -185,6 +186,7 @@ inline void fence() { asm volatile("" ::: "memory"); }
 class BFloat16Engine {
 public:
     using Storage = bf16;
+    using Cached = bf16;
     using Weight = bf16;
 
     static size_t bytes(Shape shape) {
@@ -334,6 +336,59 @@ private:
 };
 
 #endif
+
+// The engine for a cache of integers: it takes the products of integers and scales, rounded to bfloat16.
+class DequantizingEngine {
+public:
+    using Storage = bf16;
+    using Cached = int8_t;
+    using Weight = bf16;
+
+    static size_t bytes(Shape shape) {
+        return 2 * (kTile * sizeof(bf16) * shape.head_dim + 64) + BFloat16Engine::bytes(shape);
+    }
+
+    DequantizingEngine(Arena& arena, Shape shape)
+        : dim_(shape.head_dim),
+          keys_(arena.zeros<bf16>(kTile * dim_)),
+          values_(arena.zeros<bf16>(kTile * dim_)),
+          engine_(arena, shape) {}
+
+    void set_queries(int group, const bf16* const* rows, int count) { engine_.set_queries(group, rows, count); }
+
+    void set_tile(const KVTile<int8_t>& tile, Prefetch<int8_t>& prefetch) {
+        tile_.begin = tile.begin;
+        tile_.end = tile.end;
+        for (int span = 0; span < kTile / kSpan; ++span) {
+            tile_.keys[span] = tile.keys[span] ? keys_ + span * kSpan * dim_ : nullptr;
+            tile_.values[span] = tile.values[span] ? values_ + span * kSpan * dim_ : nullptr;
+        }
+        for (int key = tile.begin; key < tile.end; ++key) {
+            prefetch.issue(4 * prefetch.share(kTile));
+            const int64_t at = key % kSpan * row_size<int8_t>(dim_);
+            dequantize(tile.keys[key / kSpan] + at, keys_ + key * dim_);
+            dequantize(tile.values[key / kSpan] + at, values_ + key * dim_);
+        }
+        engine_.set_tile(tile_, nothing_);
+    }
+
+    void scores(int group, int count, float* s) const { engine_.scores(group, count, s); }
+    Weight* weights() { return engine_.weights(); }
+    void accumulate(int count, float* acc) const { engine_.accumulate(count, acc); }
+
+private:
+    void dequantize(const int8_t* from, bf16* to) const {
+        const RowReader<int8_t> row(from, dim_);
+        for (int64_t d = 0; d < dim_; d += kLanes) store_first(to + d, row.read(d, dim_ - d), dim_ - d);
+    }
+
+    const int64_t dim_;
+    bf16* const keys_;    // [kTile, head_dim]
+    bf16* const values_;  // [kTile, head_dim]
+    BFloat16Engine engine_;
+    KVTile<bf16> tile_;
+    Prefetch<bf16> nothing_{nullptr, 0};
+};
 
 }  // namespace penstock::ISA
 

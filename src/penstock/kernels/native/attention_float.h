@@ -1,4 +1,5 @@
-// The engine for every storage type and processor: a tile is widened to fp32 once and all products are fp32.
+// The engine for every storage type and processor: a tile is widened to fp32 once and all products are fp32. A cache of
+// integers is read as the fp32 products of integers and scales.
 #pragma once
 
 #include "attention_tile.h"
@@ -11,10 +12,11 @@ struct FloatUnit {
     static Vec step(Vec acc, float a, Vec b) { return fma(splat(a), b, acc); }
 };
 
-template <class T>
+template <class T, class C = T>
 class FloatEngine {
 public:
     using Storage = T;
+    using Cached = C;
     using Weight = float;
 
     static size_t bytes(Shape shape) {
@@ -39,16 +41,16 @@ public:
         }
     }
 
-    void set_tile(const KVTile<T>& tile, Prefetch<T>& prefetch) {
+    void set_tile(const KVTile<C>& tile, Prefetch<C>& prefetch) {
         prefetch_ = &prefetch;
         for (int key = 0; key < kTile; ++key) {
             prefetch.issue(2 * prefetch.share(kTile));
             if (key % 4 == 0) set_keys(tile, key);
-            const bool seen = key >= tile.begin && key < tile.end;
-            const T* v = tile.values[key / kSpan] + (seen ? key % kSpan * dim_ : 0);
+            const bool seen = is_seen(tile, key);
+            const RowReader<C> value = row(tile, tile.values, key);
             for (int64_t d = 0; d < value_dim_; d += kLanes) {
                 const int64_t left = value_dim_ - d;
-                store_first(values_ + key * padded_ + d, seen ? load_first(v + d, left) : splat(0), left);
+                store_first(values_ + key * padded_ + d, seen ? value.read(d, left) : splat(0), left);
             }
         }
     }
@@ -66,16 +68,21 @@ public:
     }
 
 private:
+    static bool is_seen(const KVTile<C>& tile, int key) { return key >= tile.begin && key < tile.end; }
+
+    // Of a key that is not seen there is nothing to read.
+    RowReader<C> row(const KVTile<C>& tile, const C* const* spans, int key) const {
+        return {is_seen(tile, key) ? spans[key / kSpan] + key % kSpan * row_size<C>(dim_) : nullptr, dim_};
+    }
+
     // Transposes the keys from `first` on, four of them.
-    void set_keys(const KVTile<T>& tile, int first) {
+    void set_keys(const KVTile<C>& tile, int first) {
         alignas(64) float rows[4][kLanes];
+        const RowReader<C> keys[4] = {row(tile, tile.keys, first), row(tile, tile.keys, first + 1),
+                                      row(tile, tile.keys, first + 2), row(tile, tile.keys, first + 3)};
         for (int64_t d = 0; d < dim_; d += kLanes) {
-            for (int row = 0; row < 4; ++row) {
-                const int key = first + row;
-                const bool seen = key >= tile.begin && key < tile.end;
-                const T* k = tile.keys[key / kSpan] + (seen ? key % kSpan * dim_ + d : 0);
-                store(rows[row], seen ? load_first(k, dim_ - d) : splat(0));
-            }
+            for (int i = 0; i < 4; ++i)
+                store(rows[i], is_seen(tile, first + i) ? keys[i].read(d, dim_ - d) : splat(0));
             const int64_t lanes = dim_ - d < kLanes ? dim_ - d : kLanes;
             float* to = keys_ + d * kTile + first;
             int64_t lane = 0;
@@ -90,7 +97,7 @@ private:
     float* const keys_;     // [head_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
     float* const weights_;  // [kGroup, kTile]
-    Prefetch<T>* prefetch_ = nullptr;
+    Prefetch<C>* prefetch_ = nullptr;
 };
 
 }  // namespace penstock::ISA

@@ -2,7 +2,7 @@
 //
 // An engine is one way to compute on a tile of keys. It is a class with
 //
-//   Storage, Weight                 type of q and the cache; type that softmax writes its weights in
+//   Storage, Cached, Weight         types of q and of the cache; type that softmax writes its weights in
 //   Engine(arena, shape)            takes its scratch memory from the arena
 //   set_queries(group, rows, count) takes the query rows of one group, at most kGroup
 //   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros;
@@ -16,7 +16,7 @@
 
 #include <cstdlib>
 
-#include "vec.h"
+#include "kv_rows.h"
 
 namespace penstock::ISA {
 
@@ -32,10 +32,10 @@ struct Shape {
 };
 
 // Up to kTile keys and values of one request and one KV head.
-template <class T>
+template <class C>
 struct KVTile {
-    const T* keys[kTile / kSpan];    // each [kSpan, head_dim]; null where no query row of the work item may read
-    const T* values[kTile / kSpan];  // likewise: the first value, and the others head_dim apart
+    const C* keys[kTile / kSpan];    // each kSpan rows; null where no query row of the work item may read
+    const C* values[kTile / kSpan];  // likewise: the first value, and the others a row apart
     int begin, end;                  // the keys in [begin, end) are seen by some row and contain data
 };
 
@@ -73,17 +73,17 @@ private:
 };
 
 // Keys and values of one tile and of several heads, which are adjacent in a block.
-template <class T>
+template <class C>
 struct KVTiles {
-    KVTile<T> first;      // of the first head
+    KVTile<C> first;      // of the first head
     int64_t heads;
     int64_t head_stride;  // elements from one head to the next
     int spans;            // so many in a row are contiguous
     bool has_values;      // else keys contain their values
 
     // The first head's successor number `head`.
-    KVTile<T> of(int64_t head) const {
-        KVTile<T> tile = first;
+    KVTile<C> of(int64_t head) const {
+        KVTile<C> tile = first;
         for (int span = 0; span < kTile / kSpan; ++span) {
             if (tile.keys[span]) tile.keys[span] += head * head_stride;
             if (tile.values[span]) tile.values[span] += head * head_stride;
@@ -95,13 +95,13 @@ struct KVTiles {
 // Prefetches the next tiles into the second-level cache while these are computed. A core keeps few lines in flight, and
 // some drop what they cannot keep: lines are requested one or two at a time, all through the computation, and in the
 // order of addresses in a block, which memory delivers fastest.
-template <class T>
+template <class C>
 class Prefetch {
 public:
     // A null `next` requests nothing.
-    Prefetch(const KVTiles<T>* next, int64_t head_dim) : next_(next) {
+    Prefetch(const KVTiles<C>* next, int64_t head_dim) : next_(next) {
         if (!next) return;
-        piece_bytes_ = next->spans * kSpan * head_dim * sizeof(T);
+        piece_bytes_ = next->spans * kSpan * row_size<C>(head_dim) * sizeof(C);
         begin_piece();
     }
 
@@ -115,10 +115,10 @@ public:
     int64_t share(int64_t steps) const { return (lines() / 4 + steps - 1) / steps; }
 
     inline __attribute__((always_inline)) void issue(int64_t lines) {
-        for (; lines > 0 && at_ != end_; --lines) {
+        for (; lines > 0 && at_ < end_; --lines) {
             __builtin_prefetch(at_, 0, 2);
             at_ += 64;
-            if (at_ == end_) begin_piece();
+            if (at_ >= end_) begin_piece();
         }
     }
 
@@ -127,7 +127,7 @@ private:
     __attribute__((noinline)) void begin_piece() {
         at_ = end_ = nullptr;
         while (span_ < kTile / kSpan) {
-            const T* piece = (values_ ? next_->first.values : next_->first.keys)[span_];
+            const C* piece = (values_ ? next_->first.values : next_->first.keys)[span_];
             if (piece) at_ = reinterpret_cast<const char*>(piece + head_ * next_->head_stride);
             if (++head_ == next_->heads) {
                 head_ = 0;
@@ -140,7 +140,7 @@ private:
         }
     }
 
-    const KVTiles<T>* next_;
+    const KVTiles<C>* next_;
     int64_t piece_bytes_ = 0, head_ = 0;
     int span_ = 0;
     bool values_ = false;
@@ -188,9 +188,9 @@ inline void multiply_all(const typename Unit::Item* a, int64_t lda, const typena
 }
 
 // c [rows, columns] (+)= a [rows, k] b [k, columns]; columns is a multiple of 16. Prefetches a phase's share of lines.
-template <class Unit, class T>
+template <class Unit, class C>
 inline void multiply(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
-                     int64_t ldc, int rows, int64_t columns, int64_t k, bool add, Prefetch<T>& prefetch) {
+                     int64_t ldc, int rows, int64_t columns, int64_t k, bool add, Prefetch<C>& prefetch) {
     const int64_t lines = prefetch.share(k * ((columns + kWide * kLanes - 1) / (kWide * kLanes)));
     if (lines > 0)
         multiply_all<Unit>(a, lda, b, ldb, c, ldc, rows, columns, k, add, [&] { prefetch.issue(lines); });

@@ -218,7 +218,6 @@ void rotate(const T* x, T* out, const float* cos_sin, int64_t rotary_dim, int64_
 
 template <class T, class W>
 void rope_head(const Rope& rope, const T* x, T* out, const W* norm, int64_t token) {
-    constexpr int64_t kMostHeadDim = 512;
     T normed[kMostHeadDim];
     if (norm) {
         const float inverse = inverse_rms(x, rope.head_dim, rope.eps);
@@ -232,9 +231,22 @@ void rope_head(const Rope& rope, const T* x, T* out, const W* norm, int64_t toke
     rotate(x, out, cos_sin, rope.rotary_dim, rope.head_dim);
 }
 
+// The key of a row of the cache.
 template <class T, class W>
+void store_key(const Rope& rope, const T* x, T* to, const W* norm, int64_t token) {
+    rope_head(rope, x, to, norm, token);
+}
+template <class T, class W>
+void store_key(const Rope& rope, const T* x, int8_t* to, const W* norm, int64_t token) {
+    T rotated[kMostHeadDim];
+    rope_head(rope, x, rotated, norm, token);
+    store_row(rotated, rope.head_dim, to);
+}
+
+// The cache consists of rows of C.
+template <class T, class W, class C>
 void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
-    const int64_t planes = rope.latent ? 1 : 2, dim = rope.head_dim;
+    const int64_t planes = rope.latent ? 1 : 2, dim = rope.head_dim, row = row_size<C>(dim);
     const int64_t heads = rope.num_heads + planes * rope.num_kv_heads;
     run_each(rope.tokens, heads * dim, rope.threads, [&](int64_t token) {
         T* q = static_cast<T*>(qkv) + token * heads * dim;
@@ -244,13 +256,19 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
         if (slot < 0) return;
         const T* k = q + rope.num_heads * dim;
         const T* v = k + rope.num_kv_heads * dim;
-        const int64_t head_stride = rope.block_size * dim, value_offset = rope.num_kv_heads * head_stride;
-        T* to = static_cast<T*>(kv_cache) + slot / rope.block_size * planes * value_offset + slot % rope.block_size * dim;
+        const int64_t head_stride = rope.block_size * row, value_offset = rope.num_kv_heads * head_stride;
+        C* to = static_cast<C*>(kv_cache) + slot / rope.block_size * planes * value_offset + slot % rope.block_size * row;
         for (int64_t head = 0; head < rope.num_kv_heads; ++head, to += head_stride) {
-            rope_head(rope, k + head * dim, to, static_cast<const W*>(rope.k_norm), token);
-            if (!rope.latent) std::memcpy(to + value_offset, v + head * dim, dim * sizeof(T));
+            store_key(rope, k + head * dim, to, static_cast<const W*>(rope.k_norm), token);
+            if (!rope.latent) store_row(v + head * dim, dim, to + value_offset);
         }
     });
+}
+
+template <class T, class W>
+void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache, bool has_int8_cache) {
+    has_int8_cache ? rope_and_store_kv<T, W, int8_t>(rope, qkv, kv_cache)
+                   : rope_and_store_kv<T, W, T>(rope, qkv, kv_cache);
 }
 
 }  // namespace
@@ -323,11 +341,13 @@ PENSTOCK_EXPORT(void, sigmoid)(float* x, int64_t count) { sigmoid(x, count); }
 PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
  const void* k_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
- int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent, int32_t has_float_norms) {
+ int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent, int32_t has_float_norms,
+ int32_t has_int8_cache) {
     const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  tokens, num_heads,
                     num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps,    latent != 0};
-#define CALL(T) \
-    has_float_norms ? rope_and_store_kv<T, float>(rope, qkv, kv_cache) : rope_and_store_kv<T, T>(rope, qkv, kv_cache)
+#define CALL(T)                                                                        \
+    has_float_norms ? rope_and_store_kv<T, float>(rope, qkv, kv_cache, has_int8_cache) \
+                    : rope_and_store_kv<T, T>(rope, qkv, kv_cache, has_int8_cache)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }

@@ -70,6 +70,9 @@ inline __m256i narrow(Register a, bf16) {
 inline __m256i narrow(Register a, f16) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT); }
 
 inline Register read(const float* from) { return _mm512_loadu_ps(from); }
+inline Register read(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
 inline void write(float* to, Register a) { _mm512_storeu_ps(to, a); }
 template <class T>
 inline Register read(const T* from) {
@@ -89,6 +92,9 @@ inline Register spread(float value) { return _mm256_set1_ps(value); }
 inline Register multiply_add(Register a, Register b, Register sum) { return _mm256_fmadd_ps(a, b, sum); }
 
 inline Register read(const float* from) { return _mm256_loadu_ps(from); }
+inline Register read(const int8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
 inline Register read(const bf16* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
@@ -129,6 +135,11 @@ inline void write(float* to, Register a) { std::memcpy(to, &a, sizeof a); }
 #if defined(__aarch64__)
 
 inline Register multiply_add(Register a, Register b, Register sum) { return vfmaq_f32(sum, a, b); }
+inline Register read(const int8_t* from) {
+    uint32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four))))));
+}
 inline Register read(const bf16* from) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)), 16));
 }
@@ -154,6 +165,7 @@ inline Register multiply_add(Register a, Register b, Register sum) {
     for (int lane = 0; lane < kRegisterLanes; ++lane) sum[lane] = __builtin_fmaf(a[lane], b[lane], sum[lane]);
     return sum;
 }
+inline float widen_one(int8_t a) { return a; }
 inline float widen_one(bf16 a) { return from_bits(static_cast<uint32_t>(a.bits) << 16); }
 inline bf16 narrow_one(float a, bf16) {
     const uint32_t bits = to_bits(a);

@@ -86,9 +86,9 @@ def _fault(layer: LayerLayout, block_size: int, regions: dict[str, MemoryRegion]
         return f"its axes {layer.axes} must be distinct, from {sorted(AXES)}, and include block and token"
     if not len(layer.axes) == len(layer.shape) == len(layer.strides) or min(layer.shape) < 1 or layer.offset < 0:
         return f"shape {layer.shape}, strides {layer.strides} or offset {layer.offset} is impossible"
-    num_vectors = 1 if layer.is_recurrent else block_size
-    if extent(layer, "token")[0] != num_vectors:
-        return f"a block has {extent(layer, 'token')[0]} tokens and not {num_vectors}"
+    num_rows = 1 if layer.is_recurrent else block_size
+    if extent(layer, "token")[0] != num_rows:
+        return f"a block has {extent(layer, 'token')[0]} tokens and not {num_rows}"
     if layer.first_block < 0:
         return f"its blocks begin at {layer.first_block}"
     if layer.heads[0] < 0 or layer.heads[1] - layer.heads[0] != extent(layer, "head")[0]:

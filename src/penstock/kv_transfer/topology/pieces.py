@@ -118,6 +118,6 @@ def _ordered(shape: SliceShape, order: tuple[str, ...], length: int) -> np.ndarr
     offsets = np.zeros(1, np.int64)
     for axis in axes:
         size, stride = getattr(shape, axis)
-        inner = np.arange(shape.num_vectors(length) if axis == "token" else size, dtype=np.int64) * stride
+        inner = np.arange(shape.num_rows(length) if axis == "token" else size, dtype=np.int64) * stride
         offsets = (offsets[:, None] + inner).reshape(-1)
     return merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1))

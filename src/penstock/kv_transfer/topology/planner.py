@@ -155,7 +155,7 @@ class SliceShape:
         size, stride = self.token
         return (block_ids - first) * self.block[1] + tokens % size * stride + self.first_head * self.head[1]
 
-    def num_vectors(self, num_tokens: int) -> int:
+    def num_rows(self, num_tokens: int) -> int:
         """Returns how many vectors of each plane and head these tokens of one block have."""
         return 1 if self.is_recurrent else num_tokens
 
@@ -224,7 +224,7 @@ class _Pair:
     def _inside(self, num_tokens: int) -> np.ndarray:  # [n, 3]
         """Returns the pieces of `num_tokens` tokens of one block, relative to the first of them."""
         local, remote = self.local, self.remote
-        axes = [(local.num_vectors(num_tokens), local.token[1], remote.token[1])]
+        axes = [(local.num_rows(num_tokens), local.token[1], remote.token[1])]
         for mine, theirs in ((local.head, remote.head), (local.kv, remote.kv), (local.dim, remote.dim)):
             axes.append((mine[0], mine[1], theirs[1]))
         axes = [axis for axis in axes if axis[0] > 1]
