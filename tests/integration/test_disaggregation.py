@@ -314,6 +314,7 @@ def test_refused_transfers_are_recomputed_or_an_error(policy: str) -> None:
     ("changes", "named"),
     [
         ({"dtype": "float32"}, "dtype"),
+        ({"kv_cache_dtype": "int8"}, "KV cache dtype ("),
         ({"model": str(resolve_model_path("demo/eagle3").parent), "num_threads": 1}, ""),
         ({"speculative_config": METHODS["mtp"]}, "speculator"),
     ],

@@ -175,9 +175,10 @@ def engine(path: Path, **changes: Any) -> LLM:
 
 @dataclass
 class Families:
-    """Checkpoints, and the answers of their plain runs, made when they are asked for."""
+    """Checkpoints, and the answers of their plain runs with some arguments, made when they are asked for."""
 
     folder: Path
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     plain: dict[str, list[Answer]] = field(default_factory=dict[str, list[Answer]])
 
     def path(self, name: str) -> Path:
@@ -189,7 +190,7 @@ class Families:
 
     def expected(self, name: str) -> list[Answer]:
         if name not in self.plain:
-            llm = engine(self.path(name))
+            llm = engine(self.path(name), **self.arguments)
             self.plain[name] = [answer(complete(llm, prompt, params)) for prompt, params in requests()]
             llm.shutdown()
         return self.plain[name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
+from penstock.kernels.kv_rows import dequantize_rows, quantize_rows
 from penstock.kernels.paged_attention import Softmax, latent_attention, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
@@ -97,6 +98,7 @@ def run(
     spare_rows: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    is_int8: bool = False,
 ) -> torch.Tensor:
     """Computes all parts in one call, on random blocks of a cache that is NaN except at positions that queries see.
 
@@ -108,12 +110,14 @@ def run(
     blocks = (torch.randperm(sum(needed) + 3, generator=shuffle) + 1)[: sum(needed)].split(needed)
     shape = (sum(needed) + 4, len(like.planes), like.k.shape[1], block_size, like.k.shape[2])
     cache = torch.full(shape, float("nan"), dtype=like.q.dtype)
+    cache = quantize_rows(cache) if is_int8 else cache
     table = torch.zeros(len(parts), max(needed) + 2, dtype=torch.int32)
     for row, part, own in zip(table, parts, blocks, strict=True):
         oldest = max(0, part.first - window + 1) if window else 0
         seen = torch.arange(oldest, part.last)
         for index, values in enumerate(part.sequence.planes):
-            cache[own[seen // block_size], index, :, seen % block_size] = values[seen]
+            rows = quantize_rows(values[seen]) if is_int8 else values[seen]
+            cache[own[seen // block_size], index, :, seen % block_size] = rows
         row[oldest // block_size : len(own)] = own[oldest // block_size :].int()
     q = torch.cat([part.sequence.q[part.first : part.last] for part in parts])
     wide = torch.full((q.shape[0] + spare_rows, q.shape[1] + 3, q.shape[2]), float("nan"), dtype=q.dtype)
@@ -205,6 +209,26 @@ def test_soft_caps_and_sinks_of_latents(isa: str) -> None:
     check(torch.float32, 96, (5, 1), value_dim=64, softcap=1.5, has_sinks=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "heads", "block_size", "window"), [(64, (4, 2), 16, 0), (128, (80, 1), 8, 37),
+                                                                         (72, (7, 1), 24, 0)])  # fmt: skip
+def test_int8_is_the_values_that_it_stands_for(
+    isa: str, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], block_size: int, window: int
+) -> None:
+    """They are float32 numbers, or bfloat16 for instruction sets that multiply pairs of it."""
+    parts, _ = mixed(dtype, head_dim, heads, window, 0, 0.0, True)
+    sinks = sinks_of(parts[0].sequence)
+    as_bf16 = dtype == torch.bfloat16 and isa in ("amx", "avx512_bf16")
+    twins: list[Part] = []
+    for part in parts:
+        own = part.sequence
+        vectors = (own.q.float(), *(dequantize_rows(quantize_rows(each)) for each in (own.k, own.v)))
+        twin = Sequence(*(each.to(dtype) for each in vectors)) if as_bf16 else Sequence(*vectors)
+        twins.append(Part(twin, part.first, part.last))
+    found = run(parts, block_size, window, sinks=sinks, is_int8=True)
+    assert torch.equal(found, run(twins, block_size, window, sinks=sinks).to(dtype))
+
+
 def test_padding_rows_are_zero(isa: str) -> None:
     torch.manual_seed(0)
     out = run([Part(Sequence.random(20, (4, 2), 64, torch.float32), 3, 20)], spare_rows=5)
@@ -253,9 +277,12 @@ class TestSameBits:
             last = min(211, first + chunk)
             assert torch.equal(run([Part(sequence, first, last)], window=window), whole[first:last])
 
-    @pytest.mark.parametrize("softcap", [0.0, 1.5])
-    def test_sinks_in_chunks_and_batches(self, isa: str, sequence: Sequence, window: int, softcap: float) -> None:
-        options = {"window": window, "softcap": softcap, "sinks": sinks_of(sequence)}
+    @pytest.mark.parametrize(("softcap", "is_int8"), [(0.0, False), (1.5, False), (0.0, True)])
+    def test_sinks_in_chunks_and_batches(
+        self, isa: str, sequence: Sequence, window: int, softcap: float, is_int8: bool
+    ) -> None:
+        is_int8 = is_int8 and len(sequence.planes) == 2
+        options = {"window": window, "softcap": softcap, "sinks": sinks_of(sequence), "is_int8": is_int8}
         whole = run([Part(sequence, 0, 211)], **options)
         bounds = (0, 1, 2, 19, 83, 84, 147, 211)
         parts = [Part(sequence, *bounds) for bounds in itertools.pairwise(bounds)]

@@ -15,6 +15,7 @@ import setuptools
 import torch
 
 from penstock.kernels import native
+from penstock.kernels.kv_rows import quantize_rows
 from penstock.kernels.native import ARITHMETIC, DTYPE_CODES
 from tests.kernels.native_calls import SOURCE, NativeCalls
 
@@ -108,24 +109,28 @@ def add_attention(calls: NativeCalls) -> None:
     table = torch.arange(blocks, dtype=torch.int32).flip(0).contiguous()
     tables = torch.stack((table, table.roll(3), table.roll(7))).contiguous()
     seq_lens, tokens = torch.tensor(lengths, dtype=torch.int32), sum(queries)
-    kinds = {  # head_dim, value_dim, planes, window, softcap, whether there are sinks, causal
+    kinds = {  # head_dim, value_dim, planes, window, softcap, whether there are sinks, causal; "int8" is of the cache
         "full": (80, 80, 2, 0, 0.0, False, 1),
         "window": (64, 64, 2, 50, 0.0, False, 1),
         "soft cap": (64, 64, 2, 0, 3.0, False, 1),
         "sinks": (72, 72, 2, 90, 0.0, True, 1),
         "latent": (96, 64, 1, 0, 0.0, False, 1),
         "encoder": (40, 40, 2, 0, 0.0, False, 0),
+        "int8": (80, 80, 2, 0, 0.0, False, 1),
+        "int8, window": (40, 40, 2, 90, 0.0, True, 1),
     }
     for (kind, shape), dtype in itertools.product(kinds.items(), DTYPES):
         head_dim, value_dim, planes, window, softcap, has_sinks, causal = shape
         heads, kv_heads = (4, 2) if planes == 2 else (4, 1)
         q = numbers(tokens, heads, head_dim, scale=2).to(dtype)
         cache = numbers(blocks, planes, kv_heads, 16, head_dim, scale=2, seed=1).to(dtype)
+        cache = quantize_rows(cache) if "int8" in kind else cache
         out = calls.result(f"attention {kind} {dtype}", torch.zeros(tokens, heads * value_dim, dtype=dtype))
         calls.add(
-            "paged_attention", "pnppnppppnnnnnnnnnffiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
+            "paged_attention", "pnppnppppnnnnnnnnnffiiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
             seq_lens, numbers(heads, scale=3) if has_sinks else None, out, tokens, len(lengths), heads, kv_heads,
             head_dim, value_dim, 16, window, THREADS, head_dim**-0.5, softcap, DTYPE_CODES[dtype], causal, planes == 1,
+            cache.dtype == torch.int8,
         )  # fmt: skip
 
 
@@ -171,16 +176,22 @@ def add_elementwise(calls: NativeCalls) -> None:
 
 def add_rope(calls: NativeCalls) -> None:
     tokens, heads, block_size = 11, (4, 2), 16
-    for dtype, head_dim, is_float in itertools.product(DTYPES, (64, 72), (0, 1)):
+    for dtype, head_dim, is_float, is_int8 in itertools.product(DTYPES, (64, 72), (0, 1), (0, 1)):
         rotated = head_dim - 24 * (head_dim == 72)
         positions, slots = torch.arange(tokens) + 3, torch.arange(tokens).flip(0).contiguous()
         norms = [numbers(head_dim, seed=seed).to(torch.float32 if is_float else dtype) for seed in (3, 4)]
-        name = f"rope {dtype} {head_dim} {is_float}"
-        qkv = calls.result(f"{name} q", numbers(tokens, (heads[0] + 2 * heads[1]) * head_dim).to(dtype))
-        cache = calls.result(f"{name} cache", torch.zeros(1, 2, heads[1], block_size, head_dim, dtype=dtype))
+        name = f"rope {dtype} {head_dim} {is_float} {is_int8}"
+        qkv = numbers(tokens, (heads[0] + 2 * heads[1]) * head_dim)
+        edges = EDGES * 2.0 ** torch.arange(0, -3 * tokens, -3)[:, None]
+        edges[::2, EDGES.isnan()] = 0  # a vector with a NaN has no other numbers
+        qkv[:, -head_dim : len(EDGES) - head_dim] = edges
+        qkv = calls.result(f"{name} q", qkv.to(dtype))
+        cache = torch.zeros(1, 2, heads[1], block_size, head_dim, dtype=dtype)
+        calls.result(f"{name} cache", cache := quantize_rows(cache) if is_int8 else cache)
         calls.add(
-            "rope_and_store_kv", "pppppppnnnnnnnfiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
+            "rope_and_store_kv", "pppppppnnnnnnnfiiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
             tokens, *heads, head_dim, rotated, block_size, THREADS, 1e-6, DTYPE_CODES[dtype], 0, is_float,
+            is_int8,
         )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
         "model configuration": hashlib.blake2b(_model_configs(config), digest_size=8).hexdigest(),
         "weights": _weights(config, facts),
         "dtype": config.model.dtype,
+        "KV cache dtype": config.model.kv_dtype,
         "speculator": ", ".join(layer.name for layer in cache.attached) or "none",
         "arithmetic": _arithmetic(config, facts[0]),
     }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "activations.h"
+#include "kv_rows.h"
 #include "pool.h"
 
 namespace penstock::ISA {

@@ -1,0 +1,164 @@
+"""Promise P4 with a KV cache of int8: whatever stores, moves or reuses KV, a token depends on the stored integers alone.
+
+Cells are those of `test_identity_families` and `test_identity_speculation`, compared with plain runs of the same cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, ConfigError
+from penstock.kernels import native
+from tests.grids import grid
+from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
+from tests.integration.test_identity_families import CELLS, PAIRS, WITH_TWO_GROUPS, Families, answer, engine, requests
+from tests.integration.test_identity_matrix import run
+from tests.integration.test_identity_speculation import METHODS, SMALL_POOL, config
+from tests.integration.test_kv_connectors import offloading
+
+INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
+# Without windows; with windows in some layers; with sinks as well.
+FAMILIES = ("qwen3-128", "gemma3", "gpt-oss")
+BATCHES = ("chunks", "overlap", "preemption", "hits", "drafts", "two ranks", "stages", "ranks of stages", "a tier")
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp("families"), INT8)
+
+
+@pytest.mark.parametrize(("name", "cell"), grid(FAMILIES, BATCHES, strength=1))
+def test_a_batch(families: Families, name: str, cell: str) -> None:
+    arguments = dict(CELLS[cell])
+    if name in WITH_TWO_GROUPS and "num_gpu_blocks_override" in arguments:
+        arguments["num_gpu_blocks_override"] = 32
+    llm = engine(families.path(name), **INT8, **arguments)
+    prompts, params = zip(*requests(), strict=True)
+    # The second time, what the first one left in a cache is used.
+    for _ in range(2):
+        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+        llm.check_integrity()
+        assert [answer(output) for output in outputs] == families.expected(name)
+    stats = llm.stats()
+    llm.shutdown()
+    if cell == "preemption":
+        assert stats.num_preemptions > 0
+    if cell == "hits":
+        assert stats.prefix_cache_hits > 100
+    if cell == "a tier":
+        assert stats.connector["num_loads"] > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_integers_are_what_is_read(families: Families, name: str) -> None:
+    """Were chunks to read what they have not stored yet, a whole prompt would have the results of bfloat16."""
+    llm = engine(families.path(name))
+    prompt, params = requests()[5]
+    plain = answer(complete(llm, prompt, params))
+    llm.shutdown()
+    assert families.expected(name)[5] != plain
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "transport"),
+    grid(FAMILIES, ("ranks of P", "ranks of D", "ranks and stages"), ("sockets", "shared_memory"), strength=1),
+)
+def test_a_prompt_in_one_engine_and_its_answer_in_another(
+    families: Families, name: str, pair: str, transport: str
+) -> None:
+    engines: list[LLM] = []
+    for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):
+        ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "block_size": block_size}
+        moving = {"kv_transfer_config": transfer_config(role, transport), "enable_prefix_caching": True}
+        engines.append(engine(families.path(name), **INT8, **moving, **ranks))
+    prefill, decode = engines
+    block_size = PAIRS[pair][1][2]
+    for (prompt, params), wanted in zip(requests(), families.expected(name), strict=True):
+        assert decode.reset_prefix_cache()
+        found = disaggregated(prefill, decode, prompt, params)
+        assert answer(found) == wanted
+        assert found.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
+    for llm in engines:
+        llm.check_integrity()
+        llm.shutdown()
+
+
+def test_half_the_bytes_are_moved(families: Families) -> None:
+    moved: dict[str, float] = {}
+    for dtype in ("auto", "int8"):
+        common = {"enable_prefix_caching": True, "kv_cache_dtype": dtype}
+        prefill = engine(families.path("qwen3-128"), kv_transfer_config=transfer_config("kv_producer"), **common)
+        decode = engine(families.path("qwen3-128"), kv_transfer_config=transfer_config("kv_consumer"), **common)
+        prompt, params = requests()[5]
+        disaggregated(prefill, decode, prompt, params)
+        moved[dtype] = decode.stats().connector["p2p_bytes_read"]
+        for llm in (prefill, decode):
+            llm.shutdown()
+    head_dim = 128
+    assert moved["int8"] / moved["auto"] == (head_dim + 4) / (2 * head_dim)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> list[list[int]]:
+    tokens, _ = run(one_by_one=True, count=COUNT, **INT8)
+    return tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts(plain_tokens: list[list[int]], method: str) -> None:
+    tokens, llm = run(
+        count=COUNT,
+        repeat=2,
+        async_scheduling=True,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=True,
+        speculative_config=config(method, 3),
+        **SMALL_POOL,
+        **INT8,
+    )
+    assert tokens == plain_tokens
+    stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert 0 < stats.speculation.num_accepted_tokens < stats.speculation.num_draft_tokens
+
+
+def test_a_module_and_tiers_of_memory_and_disk(plain_tokens: list[list[int]], tmp_path: Path) -> None:
+    tiers = {"kv_transfer_config": offloading(disk_path=str(tmp_path)), "enable_prefix_caching": True}
+    for _ in range(2):  # the second engine finds the files of the first
+        arguments: dict[str, Any] = {**tiers, **SMALL_POOL, **INT8, "speculative_config": config("mtp", 2)}
+        tokens, llm = run(count=COUNT, repeat=2, **arguments)
+        assert tokens == plain_tokens
+    assert llm.stats().connector["STORAGE.num_loaded"] > 0
+    tokens, llm = run(count=COUNT, **{**arguments, "kv_cache_dtype": "auto"})
+    assert llm.stats().connector["STORAGE.num_loaded"] == 0
+
+
+@pytest.mark.skipif(not native.instruction_sets(), reason="the native kernels were not built")
+def test_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    for module in ("paged_attention", "rope_and_store_kv"):
+        monkeypatch.setattr(f"penstock.kernels.{module}.library", lambda: None)
+    plain, _ = run(one_by_one=True, count=3, **INT8)
+    tokens, _ = run(count=3, max_num_batched_tokens=16, **INT8)
+    assert tokens == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, int8, got 'int4'"),
+        ({"device": "cuda", **INT8}, "device=cuda"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**changes)
+
+
+def test_latents_are_refused_before_they_are_read(families: Families) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 cannot be used with .*latent attention"):
+        engine(families.path("deepseek-v2"), load_format="dummy", **INT8)
