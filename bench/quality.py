@@ -1,4 +1,4 @@
-"""What quantized weights cost in quality: the perplexity of a model with each way to store its weights.
+"""What quantization costs in quality: the perplexity of a model with each way to store its weights, and its KV.
 
     python bench/quality.py [--model demo] [--text FILE] [--tokens 2048]
 
@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
     "int8, head int8": {"quantization": "int8", "quantize_head": "int8"},
     "int4, head int8": {"quantization": "int4", "quantize_head": "int8"},
+    "as stored, KV int8": {"kv_cache_dtype": "int8"},
 }
 BITS = {None: 16, "int8": 8.5, "int4": 4.5}
 

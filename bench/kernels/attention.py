@@ -2,9 +2,10 @@
 
 Decode batches use the next blocks of a cache of several hundred megabytes with every call, as the layers of a model do,
 so that keys and values stream from memory; "read" is how long torch takes to add up as many bytes. Contenders
-alternate, so a busy moment of the machine affects them alike. Figures are the median and, in brackets, the best.
+alternate, so a busy moment of the machine affects them alike. Figures are the median and, in brackets, the best. With
+--int8 the same kernels also read a cache of int8, whose rate is that of its own bytes.
 
-    python bench/kernels/attention.py --threads 2 --isa amx,avx512
+    python bench/kernels/attention.py --threads 2 --isa amx,avx512 --int8
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 
 from penstock.kernels import native
 from penstock.kernels.host_memory import aligned_bytes
+from penstock.kernels.kv_rows import quantize_rows
 from penstock.kernels.paged_attention import Softmax, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
@@ -45,14 +47,14 @@ class Case:
         blocks = requests * seq_len // BLOCK_SIZE
         order = torch.randperm(cache.shape[0])
         self.tables = [part.view(requests, -1).int() for part in order.split(blocks) if part.numel() == blocks]
-        self.kv_bytes = blocks * cache[0].numel() * cache.element_size()
+        self.num_blocks = blocks
 
-    def penstock(self, isa: str) -> Call:
+    def penstock(self, isa: str, cache: torch.Tensor) -> Call:
         library = native.library_for(isa)
 
         def call(table: torch.Tensor) -> None:
             module.library = lambda: library
-            paged_attention(self.q, self.cache, table, self.starts, self.seq_lens, SOFTMAX)
+            paged_attention(self.q, cache, table, self.starts, self.seq_lens, SOFTMAX)
 
         return call
 
@@ -71,6 +73,12 @@ class Case:
         """Reads as many contiguous bytes as the call's keys and values, from anywhere in the cache."""
         first = int(table[0, 0]) % (self.cache.shape[0] - table.numel() + 1)
         return self.cache[first : first + table.numel()].view(torch.float32).sum()
+
+
+def repeated(blocks: torch.Tensor, copies: int) -> torch.Tensor:
+    """Returns copies one after the other, in the memory that an engine has its cache in."""
+    found = aligned_bytes(copies * blocks.nbytes).view(blocks.dtype).view(copies, *blocks.shape)
+    return found.copy_(blocks.expand_as(found)).flatten(0, 1)
 
 
 def measure(case: Case, calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
@@ -94,6 +102,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=native.default_num_threads())
     parser.add_argument("--seconds", type=float, default=3, help="measuring time of a case")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--int8", action="store_true", help="a cache of int8 beside the other")
     parser.add_argument("--long", action="store_true", help="contexts of 4k and 16k tokens; needs 1 GB of memory")
     args = parser.parse_args()
     native.set_num_threads(args.threads)
@@ -102,18 +111,18 @@ def main() -> None:
     isas = [isa for isa in args.isa.split(",") if isa]
     blocks = torch.randn(64, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(getattr(torch, args.dtype))
     copies = 160 if args.long else 90
-    # In the memory that an engine has its cache in.
-    cache = aligned_bytes(copies * blocks.nbytes).view(blocks.dtype).view(copies, *blocks.shape)
-    cache = cache.copy_(blocks.expand_as(cache)).flatten(0, 1)
+    cache, integers = (repeated(each, copies) for each in (blocks, quantize_rows(blocks)))
     print(f"{cache.numel() * cache.element_size() / 1e6:.0f} MB of cache, {args.threads} threads, {args.dtype}")
     for requests, query_len, seq_len in LONG_CASES if args.long else CASES:
         case = Case(cache, requests, query_len, seq_len)
-        calls = {isa: case.penstock(isa) for isa in isas} | {"torch": case.gather_sdpa, "read": case.read}
+        calls = {isa: case.penstock(isa, cache) for isa in isas} | {"torch": case.gather_sdpa, "read": case.read}
+        if args.int8:
+            calls |= {f"{isa}, int8": case.penstock(isa, integers) for isa in isas}
         for name, times in measure(case, calls, args.seconds).items():
             middle, best = statistics.median(times), min(times)
-            speed = case.kv_bytes / 1e9
+            speed = case.num_blocks * (integers if "int8" in name else cache)[0].nbytes / 1e9
             print(
-                f"{requests:3} x {query_len:4} of {seq_len}  {name:8} {middle * 1e6:9.0f} us [{best * 1e6:9.0f}]"
+                f"{requests:3} x {query_len:4} of {seq_len}  {name:12} {middle * 1e6:9.0f} us [{best * 1e6:9.0f}]"
                 f"  {speed / middle:6.1f} GB/s [{speed / best:5.1f}]"
             )
 

@@ -18,7 +18,7 @@ ENGINE_FLAGS = {
     "--async-scheduling", "--attention-backend", "--block-size", "--check-weights", "--deterministic", "--device",
     "--distributed-executor-backend", "--dtype", "--enable-eplb", "--enable-expert-parallel",
     "--enable-prefix-caching", "--enforce-eager", "--eplb-config",
-    "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
+    "--gpu-memory-utilization", "--kv-cache-dtype", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
     "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config", "--quantization",

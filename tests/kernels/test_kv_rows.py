@@ -1,4 +1,4 @@
-"""A KV cache of int8: every vector has its own scale, and the same bytes from every kernel and beside any other vector."""
+"""A KV cache of int8: every vector has its own scale, and the same bytes from every kernel and beside any other."""
 
 from __future__ import annotations
 

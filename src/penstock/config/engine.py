@@ -274,9 +274,7 @@ class EngineConfig:
         if not is_cpu and self.load_quantization != AS_STORED:
             raise ConfigError("quantization and quantize_head round weights for a CPU: set device cpu")
         if not is_cpu and self.model.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"kv_cache_dtype={self.model.kv_cache_dtype} needs a CPU: set device cpu, or leave it at auto"
-            )
+            raise ConfigError(f"kv_cache_dtype={self.model.kv_cache_dtype} needs a CPU: set device cpu")
         num_step_tokens = limits.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
         if limits.needs_whole_prompts:
             num_step_tokens = max(num_step_tokens, limits.max_model_len)

@@ -1,8 +1,8 @@
 """How the KV cache stores the vector of a token and a head: its numbers, or int8 integers and then their scale.
 
-A scale is a 127th of the vector's largest finite magnitude, a float32 in the last four bytes of the row: it depends on the
-vector alone, so that a row has the same bytes whichever tokens are stored with it. Magnitudes below 2^-100 are stored as
-zeros, an infinity as the largest finite magnitude, and a vector with a NaN as a scale that is one.
+A scale is a 127th of the vector's largest finite magnitude, a float32 in the last four bytes of the row. It depends on
+the vector alone, so that a row has the same bytes whichever tokens are stored with it. Vectors without a magnitude of
+2^-100 are stored as zeros, an infinity as the largest finite magnitude, and a vector with a NaN as a scale that is one.
 """
 
 from __future__ import annotations

@@ -215,9 +215,8 @@ def _check(q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, value_si
     block_table, query_start_loc, seq_lens = requests
     planes = (2,) if kv_cache.dtype == torch.int8 else (1, 2)
     assert q.dtype in DTYPE_CODES and kv_cache.dtype in (q.dtype, torch.int8), f"q {q.dtype}, cache {kv_cache.dtype}"
-    assert (
-        q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] in planes and head_size_of(kv_cache) == q.shape[2]
-    ), f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
+    fits = q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] in planes and head_size_of(kv_cache) == q.shape[2]
+    assert fits, f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
     num_heads, head_dim = q.shape[1:]
     assert value_size == head_dim or (kv_cache.shape[1] == 1 and 0 < value_size < head_dim), (
         f"values of {value_size} in a cache {tuple(kv_cache.shape)}"

@@ -6,8 +6,8 @@ token's position; the rest pass unchanged. Where norm weights are given, each he
 
 The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
 their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size
-+ offset in the block; slot -1 belongs to padding. A cache of int8 has rows of head_dim + 4 elements (`kv_rows`): keys and
-values are quantized after they have been rounded to the dtype.
++ offset in the block; slot -1 belongs to padding. A cache of int8 has rows of head_dim + 4 elements (`kv_rows`): keys
+and values are quantized after they have been rounded to the dtype.
 """
 
 from __future__ import annotations

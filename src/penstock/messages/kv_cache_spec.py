@@ -27,8 +27,8 @@ class KVCacheSpec:
     """One layer's cache, with all of the model's KV heads or with those of one rank.
 
     `sliding_window` is the number of tokens that a query sees, itself included; 0 means all. Other ranks have the
-    `heads_before` and `heads_behind` those of `planes`. A row is what is stored of a token and a head in one plane: with
-    `dtype` int8, integers and then their scale.
+    `heads_before` and `heads_behind` those of `planes`. A row is what is stored of a token and a head in one plane:
+    with `dtype` int8, integers and then their scale.
 
     A recurrent layer's block holds one row of each plane and head, whatever its size in tokens: the state after the
     last computed token of the block. The next token reads it and nothing else, as with a window of two tokens. Of a
