@@ -45,7 +45,7 @@ def main() -> None:
         run(llm)
     pairs = [[run(llm) for llm in engines] for _ in range(args.rounds)]
     for dtype, llm, times in zip(DTYPES, engines, zip(*pairs, strict=True), strict=True):
-        per_token = llm.info.kv_cache_bytes / llm.info.num_blocks / llm.info.block_size
+        per_token = llm.info.kv_cache_bytes / (llm.info.num_blocks + 1) / llm.info.block_size  # and the null block
         print(f"{dtype}: {statistics.median(times):.1f} ms a step, {per_token:,.0f} bytes of KV per token")
         llm.shutdown()
     print(f"ratio {statistics.median(one / other for one, other in pairs):.3f}")

@@ -3,7 +3,7 @@
 Decode batches use the next blocks of a cache of several hundred megabytes with every call, as the layers of a model do,
 so that keys and values stream from memory; "read" is how long torch takes to add up as many bytes. Contenders
 alternate, so a busy moment of the machine affects them alike. Figures are the median and, in brackets, the best. With
---int8 the same kernels also read a cache of int8, whose rate is that of its own bytes.
+--int8 the kernels compete with themselves on a cache of int8, whose rate is that of its own bytes.
 
     python bench/kernels/attention.py --threads 2 --isa amx,avx512 --int8
 """
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=native.default_num_threads())
     parser.add_argument("--seconds", type=float, default=3, help="measuring time of a case")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--int8", action="store_true", help="a cache of int8 beside the other")
+    parser.add_argument("--int8", action="store_true", help="compare with a cache of int8 instead of torch")
     parser.add_argument("--long", action="store_true", help="contexts of 4k and 16k tokens; needs 1 GB of memory")
     args = parser.parse_args()
     native.set_num_threads(args.threads)
@@ -115,9 +115,11 @@ def main() -> None:
     print(f"{cache.numel() * cache.element_size() / 1e6:.0f} MB of cache, {args.threads} threads, {args.dtype}")
     for requests, query_len, seq_len in LONG_CASES if args.long else CASES:
         case = Case(cache, requests, query_len, seq_len)
-        calls = {isa: case.penstock(isa, cache) for isa in isas} | {"torch": case.gather_sdpa, "read": case.read}
+        calls = {isa: case.penstock(isa, cache) for isa in isas}
         if args.int8:
             calls |= {f"{isa}, int8": case.penstock(isa, integers) for isa in isas}
+        else:
+            calls |= {"torch": case.gather_sdpa, "read": case.read}
         for name, times in measure(case, calls, args.seconds).items():
             middle, best = statistics.median(times), min(times)
             speed = case.num_blocks * (integers if "int8" in name else cache)[0].nbytes / 1e9
