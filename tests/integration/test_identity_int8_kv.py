@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, ConfigError
+from penstock.config.engine import EngineArgs, resolve
 from penstock.kernels import native
 from tests.grids import grid
+from tests.integration.checkpoints import make_encoder_checkpoint
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 from tests.integration.test_identity_families import CELLS, PAIRS, WITH_TWO_GROUPS, Families, answer, engine, requests
 from tests.integration.test_identity_matrix import run
@@ -148,18 +150,13 @@ def test_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert together == plain
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, int8, got 'int4'"),
-        ({"device": "cuda", **INT8}, "device=cuda"),
-    ],
-)
-def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLM(**changes)
-
-
-def test_latents_are_refused_before_they_are_read(families: Families) -> None:
+def test_what_is_refused(families: Families, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, int8, got 'int4'"):
+        resolve(EngineArgs(kv_cache_dtype="int4"))
+    with pytest.raises(ConfigError, match="kv_cache_dtype=int8 needs a CPU"):
+        resolve(EngineArgs(**INT8)).on_device("cuda")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 cannot be used with .*latent attention"):
-        engine(families.path("deepseek-v2"), load_format="dummy", **INT8)
+        resolve(EngineArgs(model=str(families.path("deepseek-v2")), skip_tokenizer_init=True, **INT8))
+    encoder = make_encoder_checkpoint("bert", tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=int8 cannot be used with .*an encoder stores no KV"):
+        resolve(EngineArgs(model=str(encoder), skip_tokenizer_init=True, **INT8))

@@ -20,9 +20,10 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 class LayerLayout(msgspec.Struct, frozen=True):
     """One layer's KV: an array of named axes at `offset` of a region, `strides` in bytes.
 
-    The axes are "block", "head", "token", "kv" (keys and values) and "dim", in memory order. `heads` is the interval
-    [first, end) of the model's KV heads that are here. A block's bytes are contiguous. Along "block" the ids begin at
-    `first_block`. A recurrent layer has one vector for a block instead of one for each token.
+    The axes are "block", "head", "token", "kv" (keys and values) and "dim", in memory order; "dim" is a row as
+    `KVCacheSpec` defines it. `heads` is the interval [first, end) of the model's KV heads that are here. A block's
+    bytes are contiguous. Along "block" the ids begin at `first_block`. A recurrent layer has one row for a block instead
+    of one for each token.
     """
 
     name: str
