@@ -73,8 +73,8 @@ struct Tile {
     int64_t columns;  // at most kPanel
     int64_t k;        // padded
     Prefetch prefetch;
-    // Where DotPairs has the sums of earlier inputs, [rows, kPanel], if it continues them, and leaves its own if there
-    // are inputs to come.
+    // Where a kernel that takes some inputs at a time has the sums of earlier ones, [rows, kPanel], if it continues them,
+    // and leaves its own if there are inputs to come.
     float* sums;
     bool continues, is_unfinished;
 };
@@ -116,6 +116,15 @@ int64_t row_parts(const Linear& layer, int64_t rows, int64_t threads) {
 template <class Kernel>
 constexpr bool kIsQuantized = false;
 
+// Whether the kernel can multiply by a chunk of a panel at a time (`multiply_in_chunks`). It has
+//
+//   kChunk, kPanelsOfChunk    inputs of a chunk, and panels that take a chunk of the rows in turn
+//   kChunkBlocks              blocks of rows for which that pays
+//   widened(chunk, k, to)     where the weights of a chunk are as `run_widened` takes them: at `to`, if it writes them
+//   run_widened(tile)         as `run`
+template <class Kernel>
+constexpr bool kTakesChunks = false;
+
 template <class Kernel>
 int64_t panel_bytes(const Quantization* quantization, int64_t k) {
     if constexpr (kIsQuantized<Kernel>)
@@ -153,28 +162,71 @@ struct Blocks {
 template <class Kernel>
 int64_t most_rows(int64_t k) {
     const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, k) / Kernel::kRows;
-    // Every time that rows are packed, a panel is dequantised again: so more of them, which the next cache has.
-    const int64_t bytes = kIsQuantized<Kernel> ? rows_bytes() * 8 : rows_bytes();
-    return larger(1, bytes / row_bytes / Kernel::kRows) * Kernel::kRows;
+    // Every time that rows are packed, a panel is dequantised or widened again: so more of them, which the next cache has.
+    int64_t rows = rows_bytes() * (kIsQuantized<Kernel> ? 8 : kTakesChunks<Kernel> ? 2 : 1) / row_bytes;
+    if constexpr (kTakesChunks<Kernel>) rows = smaller(rows, rows_bytes() / 2 / (Kernel::kChunk * sizeof(float)));
+    return larger(1, rows / Kernel::kRows) * Kernel::kRows;
 }
 
-// Multiplies the rows by one panel that is not quantized, as `multiply_panels` does.
+// Bytes by which weights are prefetched for one row.
+constexpr int64_t kOneRowAhead = 4096;
+
+// Multiplies the rows by one panel that is not quantized, as `multiply_panels` does. The panel is in the second-level cache
+// when its turn comes; a single row, which takes no longer than the memory, has each weight fetched shortly before.
 template <class Kernel>
 void multiply_dense_panel(const Blocks<Kernel>& x, const char* weight, bool follows,
                           Tile<typename Kernel::Element> tile) {
     const int64_t bytes = panel_bytes<Kernel>(nullptr, x.k);
-    const int64_t share = larger(1, Kernel::kStepBytes / x.count);
+    const int64_t share = larger(1, Kernel::kStepBytes / x.count), ahead_bytes = x.rows == 1 ? kOneRowAhead : bytes;
     const int64_t block_share = share * (bytes / Kernel::kStepBytes);
     char* out = tile.out;
     tile.weight = weight;
     tile.k = Kernel::padded_k(x.k);
     for (int64_t block = 0; block < x.count; ++block) {
-        const bool ahead = follows && block * block_share < bytes;
+        const bool ahead = (follows || x.rows == 1) && block * block_share < bytes;
         tile.x = x.packed + block * x.bytes;
         tile.out = out + x.first(block) * tile.out_stride;
         tile.rows = x.height_of(block);
-        tile.prefetch = Prefetch{weight + bytes + block * block_share, ahead ? share : 0};
+        tile.prefetch = Prefetch{weight + ahead_bytes + block * block_share, ahead ? share : 0};
         Kernel::run(tile);
+    }
+}
+
+thread_local Scratch chunk_memory;
+
+// Multiplies the rows by `count` panels that are not quantized, as `multiply_panels` does, a chunk of inputs after another.
+// A chunk of a panel is widened once for all rows, and stays in the first-level cache; a chunk of the rows stays in the
+// second-level cache for some panels, as do the sums between chunks.
+template <class Kernel, class TileOf>
+void multiply_in_chunks(const Blocks<Kernel>& x, const char* weight, int64_t count, const TileOf& tile_of) {
+    using Element = typename Kernel::Element;
+    constexpr int64_t kChunk = Kernel::kChunk, kSumsOfBlock = Kernel::kRows * kPanel;
+    constexpr int64_t kChunkBytes = kChunk * Kernel::kStepBytes;
+    const int64_t bytes = panel_bytes<Kernel>(nullptr, x.k), share = larger(1, Kernel::kStepBytes / x.count);
+    const int64_t num_sums = Kernel::kPanelsOfChunk * x.count * kSumsOfBlock;
+    float* wide = reinterpret_cast<float*>(chunk_memory.reserve((kChunk * kPanel + num_sums) * sizeof(float)));
+    for (int64_t panel = 0, some; panel < count; panel += some, weight += some * bytes) {
+        some = smaller(Kernel::kPanelsOfChunk, count - panel);
+        for (int64_t at = 0; at < divide_up(x.k, kChunk) * some; ++at) {
+            const int64_t first = at / some * kChunk, number = at % some;
+            const char* chunk = weight + number * bytes + first / kChunk * kChunkBytes;
+            const char* next = number + 1 < some ? chunk + bytes : chunk - number * bytes + kChunkBytes;
+            Tile<Element> tile = tile_of(panel + number);
+            char* out = tile.out;
+            tile.k = smaller(kChunk, x.k - first);
+            tile.continues = first > 0;
+            tile.is_unfinished = first + tile.k < x.k;
+            tile.weight = Kernel::widened(chunk, tile.k, wide);
+            float* sums = wide + kChunk * kPanel + number * x.count * kSumsOfBlock;
+            for (int64_t block = 0; block < x.count; ++block, sums += kSumsOfBlock) {
+                tile.rows = x.height_of(block);
+                tile.x = x.packed + block * x.bytes + first * tile.rows * sizeof(float);
+                tile.sums = sums;
+                tile.out = out + x.first(block) * tile.out_stride;
+                tile.prefetch = Prefetch{next + block * share * tile.k, share};
+                Kernel::run_widened(tile);
+            }
+        }
     }
 }
 
@@ -184,6 +236,8 @@ template <class Kernel, class TileOf>
 void multiply_panels(const Blocks<Kernel>& x, const Quantization* quantization, const char* weight, int64_t count,
                      bool follows, const TileOf& tile_of) {
     const int64_t bytes = panel_bytes<Kernel>(quantization, x.k);
+    if constexpr (kTakesChunks<Kernel>)
+        if (x.count >= Kernel::kChunkBlocks) return multiply_in_chunks(x, weight, count, tile_of);
     for (int64_t panel = 0; panel < count;) {
         if constexpr (kIsQuantized<Kernel>) {
             const int64_t together = smaller(Kernel::panels_together(x, *quantization), count - panel);

@@ -37,6 +37,9 @@ struct Fma {
     static constexpr bool kWholeBlocks = false;
     static constexpr int64_t kStepBytes = kPanel * sizeof(Element);
     static constexpr int kVectors = kPanel / kLanes;
+    static constexpr int64_t kChunk = 128;
+    static constexpr int64_t kPanelsOfChunk = 4;
+    static constexpr int64_t kChunkBlocks = 6;
 
     static int64_t padded_k(int64_t k) { return k; }
     static int64_t x_bytes(int64_t rows, int64_t k) { return round_up(rows * k, 16) * 4; }
@@ -77,60 +80,90 @@ struct Fma {
         memcpy(to, &value, sizeof value);
     }
 
-    static void run(const Tile<Element>& tile) { dispatch<kRows>(tile); }
+    static void run(const Tile<Element>& tile) { dispatch<kRows, Element>(tile); }
 
-    template <int kCount>
-    static void dispatch(const Tile<Element>& tile) {
-        if constexpr (kCount > 1)
-            if (tile.rows < kCount) return dispatch<kCount - 1>(tile);
-        accumulate<kCount>(tile);
+    // The same by weights of float32.
+    static void run_widened(const Tile<Element>& tile) { dispatch<kRows, float>(tile); }
+
+    static const char* widened(const char* chunk, int64_t k, float* to) {
+        if constexpr (sizeof(Element) == sizeof(float)) return chunk;
+        const Element* from = reinterpret_cast<const Element*>(chunk);
+        for (int64_t at = 0; at < k * kPanel; at += kLanes) write(to + at, read(from + at));
+        return reinterpret_cast<const char*>(to);
     }
 
-    template <int kCount>
+    template <int kCount, class Weight>
+    static void dispatch(const Tile<Element>& tile) {
+        if constexpr (kCount > 1)
+            if (tile.rows < kCount) return dispatch<kCount - 1, Weight>(tile);
+        accumulate<kCount, Weight>(tile);
+    }
+
+    template <int kCount, class Weight>
     static __attribute__((noinline)) void accumulate(const Tile<Element>& tile) {
         constexpr int kParts = kCount > kFmaRows ? 2 : 1, kSome = kVectors / kParts;
-        Vector sums[kCount][kVectors];
+        alignas(64) float own[kCount * kPanel];
+        float* sums = tile.continues || tile.is_unfinished ? tile.sums : own;
+        if (!tile.is_unfinished)
+            for (int row = 0; row < kCount; ++row) __builtin_prefetch(tile.out + row * tile.out_stride, 1);
         Prefetch prefetch = tile.prefetch;
-        accumulate<kCount, kSome, true>(tile, 0, prefetch, sums);
-        if constexpr (kParts == 2) accumulate<kCount, kSome, false>(tile, kSome, prefetch, sums);
+        accumulate<kCount, Weight, kSome, true>(tile, 0, prefetch, sums);
+        if constexpr (kParts == 2) accumulate<kCount, Weight, kSome, false>(tile, kSome, prefetch, sums);
+        if (tile.is_unfinished) return;
         alignas(64) float bias[kPanel] = {};
         if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
-        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums[row], bias);
+        for (int row = 0; row < kCount; ++row) {
+            Vector line[kVectors];
+            for (int part = 0; part < kVectors; ++part) line[part] = read(sums + row * kPanel + part * kLanes);
+            store_row(tile, row, line, bias);
+        }
     }
 
     // The sums of the vectors [first, first + kSome) of the panel's columns.
-    template <int kCount, int kSome, bool kFetches>
+    template <int kCount, class Weight, int kSome, bool kFetches>
     static inline __attribute__((always_inline)) void accumulate(const Tile<Element>& tile, int first,
-                                                                 Prefetch& prefetch,
-                                                                 Vector (&all)[kCount][kVectors]) {
+                                                                 Prefetch& prefetch, float* all) {
         Vector sums[kCount][kSome];
+        all += first * kLanes;
+#pragma GCC unroll 16
         for (int row = 0; row < kCount; ++row)
-            for (int part = 0; part < kSome; ++part) sums[row][part] = spread(0);
+#pragma GCC unroll 16
+            for (int part = 0; part < kSome; ++part)
+                sums[row][part] = tile.continues ? read(all + row * kPanel + part * kLanes) : spread(0);
         const float* x = reinterpret_cast<const float*>(tile.x);
-        const Element* weight = reinterpret_cast<const Element*>(tile.weight) + first * kLanes;
+        const Weight* weight = reinterpret_cast<const Weight*>(tile.weight) + first * kLanes;
+#pragma GCC unroll 2
         for (int64_t at = 0; at < tile.k; ++at, weight += kPanel, x += kCount) {
             if constexpr (kFetches) prefetch.advance();
             // The smaller side of the tile is held in registers.
             if constexpr (kSome > kCount) {
                 Vector values[kCount];
+#pragma GCC unroll 16
                 for (int row = 0; row < kCount; ++row) values[row] = spread(x[row]);
+#pragma GCC unroll 16
                 for (int part = 0; part < kSome; ++part) {
                     const Vector weights = read(weight + part * kLanes);
+#pragma GCC unroll 16
                     for (int row = 0; row < kCount; ++row)
                         sums[row][part] = multiply_add(values[row], weights, sums[row][part]);
                 }
             } else {
                 Vector weights[kSome];
+#pragma GCC unroll 16
                 for (int part = 0; part < kSome; ++part) weights[part] = read(weight + part * kLanes);
+#pragma GCC unroll 16
                 for (int row = 0; row < kCount; ++row) {
                     const Vector value = spread(x[row]);
+#pragma GCC unroll 16
                     for (int part = 0; part < kSome; ++part)
                         sums[row][part] = multiply_add(value, weights[part], sums[row][part]);
                 }
             }
         }
+#pragma GCC unroll 16
         for (int row = 0; row < kCount; ++row)
-            for (int part = 0; part < kSome; ++part) all[row][first + part] = sums[row][part];
+#pragma GCC unroll 16
+            for (int part = 0; part < kSome; ++part) write(all + row * kPanel + part * kLanes, sums[row][part]);
     }
 
     static inline void store_row(const Tile<Element>& tile, int64_t row, Vector* sums, const float* bias) {
@@ -151,5 +184,8 @@ struct Fma {
         if (to == line) memcpy(out, line, tile.columns * sizeof(Output));
     }
 };
+
+template <class Element>
+constexpr bool kTakesChunks<Fma<Element>> = true;
 
 }  // namespace
