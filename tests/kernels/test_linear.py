@@ -137,6 +137,18 @@ def test_writes_every_element_and_no_other(isa: str, dtype: torch.dtype, n: int)
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_writes_some_columns_and_no_other(isa: str, dtype: torch.dtype) -> None:
+    layer = make(isa, values(70, 300, dtype=dtype, seed=0))
+    for rows in (1, 40, 200):
+        x, out = values(rows, 300, dtype=dtype, seed=1), torch.full((rows, 90), torch.nan, dtype=dtype)
+        layer.into(x, out[:, 7:77])
+        assert torch.equal(out[:, 7:77], layer(x))
+        assert out[:, :7].isnan().all()
+        assert out[:, 77:].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_bias_is_added_before_rounding(isa: str) -> None:
     # 256 + 1 needs nine bits of mantissa, one more than bfloat16 has; the bias cancels the 256 exactly.
     weight = torch.tensor([[256.0, 1.0]], dtype=torch.bfloat16)

@@ -38,17 +38,17 @@ def numbers(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 
 def add_linear(calls: NativeCalls) -> None:
-    for dtype, (k, n), rows in itertools.product(DTYPES, ((97, 70), (256, 32)), (1, 2, 7, 13, 29)):
+    shapes = (*itertools.product(((97, 70), (256, 32)), (1, 2, 7, 13, 29)), ((300, 170), 90))
+    for dtype, ((k, n), rows) in itertools.product(DTYPES, shapes):
         weight = numbers(n, k).to(dtype)
         packed = torch.zeros(k * (n + 31) // 32 * 32, dtype=dtype)
         x = numbers(rows, k, seed=1).to(dtype)
         for is_wide in (0, 1):
             layer = calls.struct("ppnnnn", packed, numbers(n, scale=8, seed=2), k, n, DTYPE_CODES[dtype], is_wide)
-            out = torch.zeros(rows, n, dtype=torch.float32 if is_wide else dtype)
+            out = torch.zeros(rows, n + 3, dtype=torch.float32 if is_wide else dtype)
+            result = calls.result(f"linear {dtype} {k}x{n} {rows} {is_wide}", out)
             calls.add("linear_pack", "ppn", layer, weight, 1)
-            calls.add(
-                "linear", "pppnn", layer, x, calls.result(f"linear {dtype} {k}x{n} {rows} {is_wide}", out), rows, 2
-            )
+            calls.add("linear", "pppnnn", layer, x, result, n + 3, rows, 2)
     for dtype in DTYPES:  # sums of two products that fall between two numbers of the dtype, or beyond all of them
         x = torch.stack((EDGES.repeat(len(EDGES)), EDGES.repeat_interleave(len(EDGES))), 1).to(dtype)
         packed, weight = (
@@ -58,7 +58,7 @@ def add_linear(calls: NativeCalls) -> None:
         layer = calls.struct("ppnnnn", packed, None, 2, 3, DTYPE_CODES[dtype], 0)
         calls.add("linear_pack", "ppn", layer, weight, 1)
         out = calls.result(f"linear edges {dtype}", torch.zeros(len(x), 3, dtype=dtype))
-        calls.add("linear", "pppnn", layer, x, out, len(x), THREADS)
+        calls.add("linear", "pppnnn", layer, x, out, 3, len(x), THREADS)
 
 
 def add_experts(calls: NativeCalls) -> None:

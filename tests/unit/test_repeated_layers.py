@@ -12,7 +12,9 @@ from penstock.attention.forward_context import ForwardContext
 from penstock.config.families import MultipliersConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels import native, recording
+from penstock.kernels.quantized import quantize_absmax
 from penstock.kernels.rms_norm import rms_norm
+from penstock.layers.linear import Linear
 from penstock.models import repeated
 from penstock.models.decoder import Decoder
 from tests.unit.test_fused_decode import MODELS, VOCAB, caches_of, context_of, make
@@ -105,6 +107,16 @@ def test_hooks_are_called_around_every_layer(calls: Calls) -> None:
     assert calls.noted == [*around, "repeat"]
 
 
+def test_nothing_is_recorded_while_hooks_are_active(calls: Calls) -> None:
+    ours, other = Run(MODELS["llama"], 2), Run(MODELS["llama"], 2)
+    for hooks in (None, *(calls,) * 3, None, calls):
+        counts = (1, 1) if ours.lengths[0] else (9, 5)
+        assert torch.equal(ours.step(counts, hooks), other.step(counts))
+        calls.noted = [each for each in calls.noted if each == "repeat"]
+    # Only the other model's, and at last one for each of our layers.
+    assert calls.noted == ["repeat"] * 5
+
+
 def test_another_cache_is_read(calls: Calls) -> None:
     run = Run(MODELS["llama"], 2)
     for counts in ((9, 5), (1, 1), (1, 1), (1, 1)):
@@ -138,6 +150,19 @@ def test_old_recordings_are_dropped(monkeypatch: pytest.MonkeyPatch, calls: Call
     for counts in ((1, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1)):
         run.step(counts)
     assert calls.noted == ["repeat"]
+
+
+def test_weights_of_several_kinds_are_recorded() -> None:
+    weight = torch.randn(96, 64, dtype=torch.bfloat16)
+    kinds = Linear(weight), Linear(quantize_absmax(weight[:40], 8, 64)), Linear(quantize_absmax(weight[:33], 4, 32))
+    layer, x = Linear.joined(kinds), torch.randn(3, 64, dtype=torch.bfloat16)
+    result, recorded = recording.record([layer], x, [x], recording.Workspace())
+    assert torch.equal(result, torch.cat([each(x) for each in kinds], 1))
+    assert torch.equal(layer.dense_weight(), torch.cat([each.dense_weight() for each in kinds]))
+    assert recorded is not None
+    other = torch.randn(3, 64, dtype=torch.bfloat16)
+    recorded.set_inputs([other.data_ptr()])
+    assert torch.equal(recorded.repeat(), layer(other))
 
 
 def test_a_call_that_cannot_be_repeated_ends_the_recording() -> None:

@@ -80,10 +80,10 @@ class PackedLinear:
         return self._into.dense_weight().to(self.dtype)
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the product to `out`, [rows, out_features], which must not overlap `x`."""
+        """Writes the product to `out`, [rows, out_features], which must not overlap `x`, or to such columns of a tensor."""
         assert (x.dtype, out.dtype) == (self.dtype, self.out_dtype), f"{x.dtype} -> {out.dtype} by {self.dtype}"
         assert x.shape[1:] == (self.in_features,) and x.is_contiguous(), f"{x.shape} for K={self.in_features}"
-        assert out.shape == (x.shape[0], self.out_features) and out.is_contiguous(), f"{out.shape} for {x.shape}"
+        assert out.shape == (x.shape[0], self.out_features) and out.stride(1) == 1, f"{out.shape} for {x.shape}"
         if x.shape[0]:
             self._into(x, out)
 
@@ -280,8 +280,8 @@ class PackedWeights:
         identity = torch.eye(in_features, dtype=self._dtype)
         out = identity.new_empty((in_features, out_features))
         descriptor = self.descriptor(number)
-        run = self._native.function("linear", "pppnn")
-        run(ctypes.addressof(descriptor), identity.data_ptr(), out.data_ptr(), in_features, num_threads())
+        run = self._native.function("linear", "pppnnn")
+        run(ctypes.addressof(descriptor), identity.data_ptr(), out.data_ptr(), out_features, in_features, num_threads())
         return out.T.contiguous()
 
     def _unpack_sums(self, number: int, format: PackedFormat) -> QuantizedWeight:
@@ -299,7 +299,7 @@ class _NativeLinear:
     def __init__(
         self, native: NativeLibrary, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, is_wide: bool
     ) -> None:
-        self._run = native.function("linear", "pppnn")
+        self._run = native.function("linear", "pppnnn")
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         (rows, inputs), format = weight.shape, None
         dtype = torch.bfloat16
@@ -313,7 +313,7 @@ class _NativeLinear:
         self._address = ctypes.addressof(self._descriptor)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], num_threads())
+        self._run(self._address, x.data_ptr(), out.data_ptr(), out.stride(0), x.shape[0], num_threads())
 
     def dense_weight(self) -> torch.Tensor:
         return self._packed.dense_weight()

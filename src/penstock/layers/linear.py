@@ -51,7 +51,7 @@ class Linear:
         layer = cls.__new__(cls)
         layer.bias = None  # the parts have their own
         layer.out_dtype = parts[0].out_dtype
-        layer._apply = _Joined(parts)
+        layer._apply = _Joined([part._apply for part in parts])
         return layer
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,11 +157,19 @@ class _Product(Protocol):
 
 
 class _Joined:
-    def __init__(self, parts: Sequence[Linear]) -> None:
+    def __init__(self, parts: Sequence[_Product]) -> None:
         self._parts = parts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self._parts], 1)
+        packed = [part for part in self._parts if isinstance(part, PackedLinear)]
+        if len(packed) < len(self._parts):
+            return torch.cat([part(x) for part in self._parts], 1)
+        out = x.new_empty((len(x), sum(part.out_features for part in packed)), dtype=packed[0].out_dtype)
+        first = 0
+        for part in packed:
+            part.into(x, out[:, first : first + part.out_features])
+            first += part.out_features
+        return out
 
     def dense_weight(self) -> torch.Tensor:
         return torch.cat([part.dense_weight() for part in self._parts])

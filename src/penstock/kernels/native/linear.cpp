@@ -41,9 +41,10 @@ PENSTOCK_EXPORT(void, linear_pack_quantized)
     });
 }
 
-// out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
-PENSTOCK_EXPORT(void, linear)(const Linear* layer, const void* x, void* out, int64_t rows, int64_t threads) {
+// out [rows, out_features] = x [rows, in_features] @ weight.T + bias. Rows of `out` are out_stride elements apart.
+PENSTOCK_EXPORT(void, linear)
+(const Linear* layer, const void* x, void* out, int64_t out_stride, int64_t rows, int64_t threads) {
     with_kernel(layer->dtype, layer->quantization,
-                [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });
+                [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, out_stride, rows, threads); });
 }
 PENSTOCK_RECORDABLE(linear)

@@ -254,7 +254,8 @@ void multiply_panels(const Blocks<Kernel>& x, const Quantization* quantization, 
 
 // Multiplies every panel of `panels` by the rows of x at `x`, which are packed first.
 template <class Kernel>
-void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t rows, Range panels) {
+void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t out_stride, int64_t rows,
+                   Range panels) {
     Blocks<Kernel> blocks(rows, layer.in_features);
     blocks.packed = scratch.reserve(blocks.size());
     for (int64_t block = 0; block < blocks.count; ++block)
@@ -264,7 +265,7 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
                     [&](int64_t number) {
                         const int64_t column = (panels.begin + number) * kPanel;
                         Tile<typename Kernel::Element> tile{};
-                        tile.out_stride = layer.out_features * out_size;
+                        tile.out_stride = out_stride;
                         tile.is_wide = layer.is_wide != 0;
                         tile.bias = layer.bias ? layer.bias + column : nullptr;
                         tile.out = out + column * out_size;
@@ -275,7 +276,8 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
 
 // One part of the product: some of the rows times some of the panels.
 template <class Kernel>
-void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, int64_t thread, int64_t threads) {
+void multiply_part(const Linear& layer, const void* x, char* out, int64_t out_stride, int64_t rows, int64_t thread,
+                   int64_t threads) {
     using Element = typename Kernel::Element;
     const int64_t parts = row_parts(layer, rows, threads);
     const Range panels = part_of(divide_up(layer.out_features, kPanel), thread % (threads / parts), threads / parts);
@@ -285,8 +287,7 @@ void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, 
     for (int64_t first = mine.begin * Kernel::kRows; first < smaller(rows, mine.end * Kernel::kRows); first += most) {
         const int64_t count = smaller(most, smaller(rows, mine.end * Kernel::kRows) - first);
         multiply_rows<Kernel>(layer, static_cast<const Element*>(x) + first * layer.in_features,
-                              static_cast<char*>(out) + first * layer.out_features * out_bytes<Kernel>(layer), count,
-                              panels);
+                              out + first * out_stride, out_stride, count, panels);
     }
 }
 
@@ -306,10 +307,12 @@ constexpr int64_t kPartsPerThread = 4;
 constexpr int64_t kFewRows = 64;
 
 template <class Kernel>
-void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64_t threads) {
+void multiply(const Linear& layer, const void* x, void* out, int64_t out_stride, int64_t rows, int64_t threads) {
     threads = useful_threads(layer, rows, threads);
     const int64_t parts = threads > 1 && rows <= kFewRows ? threads * kPartsPerThread : threads;
-    run_parts(parts, threads, [&](int64_t part) { multiply_part<Kernel>(layer, x, out, rows, part, parts); });
+    run_parts(parts, threads, [&](int64_t part) {
+        multiply_part<Kernel>(layer, x, static_cast<char*>(out), out_stride * out_bytes<Kernel>(layer), rows, part, parts);
+    });
 }
 
 // Calls pack_panel(panel, its first column, its number of columns) for every panel of a layer's weight.
