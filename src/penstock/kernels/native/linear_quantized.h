@@ -143,8 +143,9 @@ inline Vector times(Vector a, Vector b) {
 // To bfloat16, to nearest even; there is no NaN.
 inline Vector rounded(Vector value) {
     const __m512i bits = (__m512i)value;
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __m512i even = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    const __m512i sum = _mm512_mask_add_epi32(even, is_odd, bits, _mm512_set1_epi32(0x8000));
     return (Vector)_mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
 }
 inline void store_high_halves(uint16_t* to, Vector value) {
@@ -355,31 +356,39 @@ struct ColumnUnits {
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>* tiles) {
         const Tile<typename Base::Element>& tile = *tiles;
+        // A sum waits for the one before it: so few rows have the sums of two vectors to work on.
+        constexpr int kTogether = kVectors == 2 && kCount <= 2 ? 2 : 1;
         const Codebook codebook(quantization.codebook);
         Vector all[kCount][kVectors];
         for (int row = 0; row < kCount; ++row)
             for (int part = 0; part < kVectors; ++part) all[row][part] = Vector{};
         const float* x = reinterpret_cast<const float*>(tile.x);
         panel.each_group(tile.weight, {0, panel.k}, [&](const GroupNumbers& header, const char* units, int64_t count) {
-            for (int part = 0; part < kVectors; ++part) {
-                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
-                Vector sums[kCount];
-                for (int row = 0; row < kCount; ++row) sums[row] = all[row][part];
+            for (int first = 0; first < kVectors; first += kTogether) {
+                Numbers<kKind, kAffine> numbers[kTogether];
+                Vector sums[kTogether][kCount];
+                for (int part = 0; part < kTogether; ++part) {
+                    numbers[part] = Numbers<kKind, kAffine>::load(quantization, panel, header, (first + part) * kLanes);
+                    for (int row = 0; row < kCount; ++row) sums[part][row] = all[row][first + part];
+                }
                 for (int64_t unit = 0; unit < count; ++unit) {
                     const char* codes = units + unit * panel.unit_bytes;
                     const float* inputs = x + unit * kUnit * kCount;
-                    if (part == 0 && tile.prefetch.step)
+                    if (first == 0 && tile.prefetch.step)
                         for (int64_t byte = 0; byte < panel.unit_bytes; byte += 64)
                             __builtin_prefetch(codes + tile.prefetch.step + byte, 0, 2);
-                    each_input<kKind, kAffine>(quantization, codebook, numbers, codes, part,
-                                               [&](int input, Vector value) {
-                                                   const Vector weights = rounded(value);
-                                                   for (int row = 0; row < kCount; ++row)
-                                                       sums[row] = multiply_add(spread(inputs[input * kCount + row]),
-                                                                                weights, sums[row]);
-                                               });
+#pragma GCC unroll 2
+                    for (int part = 0; part < kTogether; ++part)
+                        each_input<kKind, kAffine>(
+                            quantization, codebook, numbers[part], codes, first + part, [&](int input, Vector value) {
+                                const Vector weights = rounded(value);
+                                for (int row = 0; row < kCount; ++row)
+                                    sums[part][row] =
+                                        multiply_add(spread(inputs[input * kCount + row]), weights, sums[part][row]);
+                            });
                 }
-                for (int row = 0; row < kCount; ++row) all[row][part] = sums[row];
+                for (int part = 0; part < kTogether; ++part)
+                    for (int row = 0; row < kCount; ++row) all[row][first + part] = sums[part][row];
             }
             x += count * kUnit * kCount;
         });
@@ -671,7 +680,9 @@ using BFloatKernel = DotPairs;
 using QuantizedKernel = Quantized<DotPairs, PairUnits, 4, 1024>;
 #else
 using BFloatKernel = Fma<BFloat>;
-using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits, 3, 0>;
+// Every number of rows has functions of its own, so there is a limit.
+constexpr int kFmaFewRows = Fma<BFloat>::kRows < 8 ? Fma<BFloat>::kRows : 8;
+using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits, kFmaFewRows, 0>;
 #endif
 
 template <>
