@@ -1,7 +1,8 @@
 """Linear layers: Penstock's kernel on each instruction set against `F.linear` and oneDNN with a prepacked weight.
 
 Every contender owns enough copies of the weight that they stream from memory, and every call takes the next copy, as
-the layers of a model do. Contenders alternate, so a busy moment of the machine affects them alike; figures are medians.
+the layers of a model do. Contenders alternate, so a busy moment of the machine affects them alike; figures are medians,
+with one thread of its processor time, which other processes disturb less.
 
     python bench/kernels/linear.py --shapes 1024x4096,3072x1024 --rows 1,8,32 --isa amx,avx512
 """
@@ -49,6 +50,7 @@ def contenders(weights: list[torch.Tensor], rows: int, isas: list[str]) -> dict[
 def measure(made: dict[str, list[Linear]], x: torch.Tensor, seconds: float) -> dict[str, float]:
     """Returns the median seconds of a call of each contender, which share `seconds` of measuring."""
     times: dict[str, list[float]] = {name: [] for name in made}
+    clock = time.thread_time if native.num_threads() == 1 else time.perf_counter
     end = time.perf_counter() + seconds
     turn = 0
     while time.perf_counter() < end or turn < 3:
@@ -56,10 +58,10 @@ def measure(made: dict[str, list[Linear]], x: torch.Tensor, seconds: float) -> d
             # Several calls in a row: a single one would be affected by the caches and the threads of its predecessor.
             for call in range(RUN):
                 layer = layers[(turn * RUN + call) % len(layers)]
-                start = time.perf_counter()
+                start = clock()
                 layer(x)
                 if call:
-                    times[name].append(time.perf_counter() - start)
+                    times[name].append(clock() - start)
         turn += 1
     return {name: statistics.median(taken) for name, taken in times.items()}
 

@@ -16,7 +16,7 @@ those of the layer with `dequantize()` as its weight. Float16 and float32 layers
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -80,12 +80,21 @@ class PackedLinear:
         return self._into.dense_weight().to(self.dtype)
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the product to `out`, [rows, out_features], which must not overlap `x`, or to such columns of a tensor."""
+        """Writes the product to `out`, [rows, out_features], columns of a tensor or all, which must not overlap `x`."""
         assert (x.dtype, out.dtype) == (self.dtype, self.out_dtype), f"{x.dtype} -> {out.dtype} by {self.dtype}"
         assert x.shape[1:] == (self.in_features,) and x.is_contiguous(), f"{x.shape} for K={self.in_features}"
         assert out.shape == (x.shape[0], self.out_features) and out.stride(1) == 1, f"{out.shape} for {x.shape}"
         if x.shape[0]:
             self._into(x, out)
+
+
+def into_one(layers: Sequence[PackedLinear], x: torch.Tensor) -> torch.Tensor:
+    """Returns the layers' products beside one another, [rows, all out_features]."""
+    sizes = [layer.out_features for layer in layers]
+    out = x.new_empty((len(x), sum(sizes)), dtype=layers[0].out_dtype)
+    for layer, columns in zip(layers, out.split(sizes, 1), strict=True):
+        layer.into(x, columns)
+    return out
 
 
 class _Kind(IntEnum):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.heads_linear import PackedHeads
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.linear import PackedLinear, into_one
 from penstock.kernels.quantized import QuantizedWeight
 from penstock.parallel.groups import TensorGroup
 from penstock.parallel.topology import Share
@@ -162,14 +162,7 @@ class _Joined:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         packed = [part for part in self._parts if isinstance(part, PackedLinear)]
-        if len(packed) < len(self._parts):
-            return torch.cat([part(x) for part in self._parts], 1)
-        out = x.new_empty((len(x), sum(part.out_features for part in packed)), dtype=packed[0].out_dtype)
-        first = 0
-        for part in packed:
-            part.into(x, out[:, first : first + part.out_features])
-            first += part.out_features
-        return out
+        return into_one(packed, x) if packed else torch.cat([part(x) for part in self._parts], 1)
 
     def dense_weight(self) -> torch.Tensor:
         return torch.cat([part.dense_weight() for part in self._parts])
