@@ -22,8 +22,8 @@ class LayerLayout(msgspec.Struct, frozen=True):
 
     The axes are "block", "head", "token", "kv" (keys and values) and "dim", in memory order; "dim" is a row as
     `KVCacheSpec` defines it. `heads` is the interval [first, end) of the model's KV heads that are here. A block's
-    bytes are contiguous. Along "block" the ids begin at `first_block`. A recurrent layer has one row for a block instead
-    of one for each token.
+    bytes are contiguous. Along "block" the ids begin at `first_block`. A recurrent layer has one row for a block
+    instead of one for each token.
     """
 
     name: str
