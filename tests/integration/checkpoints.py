@@ -408,6 +408,26 @@ def make_mtp_checkpoint(
     return path, model, module
 
 
+def make_qwen_mtp_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the checkpoint with a module in Qwen3-Next's layout: a layer like the model's with attention, of other
+    numbers."""
+    path = make_checkpoint(name, folder, dtype)
+    stored, hidden = load_file(path / "model.safetensors"), COMMON["hidden_size"]
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return (0.2 * torch.randn(shape, generator=generator)).to(dtype)
+
+    prefix = "model.layers.1."
+    module = {name: numbers(*tensor.shape) for name, tensor in stored.items() if name.startswith(prefix)}
+    stored |= {f"mtp.layers.0.{name.removeprefix(prefix)}": tensor for name, tensor in module.items()}
+    stored["mtp.fc.weight"] = numbers(hidden, 2 * hidden)
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        stored[f"mtp.{norm}.weight"] = numbers(hidden)
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
 def quantize_in_blocks(path: Path, folder: Path, block: tuple[int, int] = (32, 48)) -> tuple[Path, Path]:
     """Writes a checkpoint's linear layers as FP8 with scales of blocks, and a twin with the values they stand for."""
     stored = load_file(path / "model.safetensors")

@@ -24,6 +24,7 @@ from tests.integration.checkpoints import (
     make_checkpoint,
     make_encoder_checkpoint,
     make_mtp_checkpoint,
+    make_qwen_mtp_checkpoint,
     quantize_in_blocks,
 )
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
@@ -65,7 +66,7 @@ NUM_EXPERTS = {
     "qwen3.5-moe": 10,
 }
 # Those with a module for multi-token prediction.
-WITH_MODULE = ("deepseek-v3", "glm-flash")
+WITH_MODULE = ("deepseek-v3", "glm-flash", "qwen3.5", "qwen3.5-moe")
 MAX_TOKENS = 12
 PLAIN: dict[str, Any] = {
     "max_model_len": 224,
@@ -185,6 +186,8 @@ class Families:
         folder = self.folder / name
         if not folder.exists():
             make = make_mtp_checkpoint if name in WITH_MODULE else make_checkpoint
+            if name in WITH_MODULE and name in HYBRIDS:
+                make = make_qwen_mtp_checkpoint
             make(name, self.folder, torch.bfloat16)
         return folder
 
