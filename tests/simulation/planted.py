@@ -150,7 +150,7 @@ def _free_running_loads(original: Original, self: Any, request: Any) -> None:
     for name, load in mine.items():
         if load.is_async:
             del self._loads[name]
-            self._num_quarantined -= load.num_blocks
+            self._quarantine(load, -1)
             self._kv.unpin(name)
 
 

@@ -194,7 +194,11 @@ def test_an_encoder_s_epsilon() -> None:
         ("llama", {"hidden_act": "relu"}, "hidden_act must be one of silu, .*, got 'relu'"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation must be one of silu, .*, got 'tanh'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 for a llama, got 0.5"),
-        ("olmo3", {"layer_types": ["linear_attention"] * 8}, "layer_types must name .*, got 'linear_attention'"),
+        (
+            "olmo3",
+            {"layer_types": ["linear_attention"] * 8},
+            "layer_types of a olmo3 may name .*, got 'linear_attention'",
+        ),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 8"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),
         ("mistral", {"sliding_window": -1}, "sliding_window must not be negative, got -1"),

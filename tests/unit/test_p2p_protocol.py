@@ -380,7 +380,14 @@ def test_differences_are_named_with_both_values() -> None:
 # ---- The sending half ----
 
 RULES = ProducerRules(
-    hold_seconds=100.0, lease_seconds=10.0, park_seconds=5.0, max_parked=2, max_held_blocks=4, is_attested=True
+    hold_seconds=100.0,
+    lease_seconds=10.0,
+    park_seconds=5.0,
+    max_parked=2,
+    max_held_blocks=4,
+    first_state=100,
+    max_held_states=1,
+    is_attested=True,
 )
 OFFER = Offer(hold_id=HOLD, prompt_digest=PROMPT, num_tokens=32, block_ids=((5, 6),))
 PEER = "d#1"
@@ -1244,3 +1251,16 @@ def test_the_lease_of_a_cancelled_read_is_not_renewed() -> None:
 def test_an_impossible_lease_breaks_the_session(lease: float) -> None:
     with pytest.raises(PeerError, match="lease"):
         asking().receive(PEER, Grant(transfer_id=LOAD, lease=lease, block_ids=()), 0.0)
+
+
+def test_states_have_a_limit_of_their_own() -> None:
+    producer = make_producer(replace(RULES, first_state=10, max_held_states=1))
+    names = [named(letter) for letter in "abc"]
+    for name in names:
+        producer.expect(name, "")
+    tickets = [
+        producer.offer(replace(OFFER, hold_id=name, block_ids=blocks), 0.0)
+        for name, blocks in zip(names, (((5,), (10,)), ((6,), (11,)), ((7,), (0,))), strict=True)
+    ]
+    assert [bool(ticket) for ticket in tickets] == [True, False, True]
+    producer.check_integrity()

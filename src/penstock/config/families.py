@@ -191,9 +191,10 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
     if given:
         if len(given) != num_layers:
             raise ConfigError(f"layer_types names {len(given)} layers of {num_layers}")
-        if not set(given) <= ({FULL, LINEAR} if has_recurrent_layers(raw) else {FULL, SLIDING}):
-            unknown = next(kind for kind in given if kind not in (FULL, SLIDING))
-            raise ConfigError(f"layer_types must name {FULL} and {SLIDING}, got {unknown!r}")
+        served = (FULL, LINEAR) if has_recurrent_layers(raw) else (FULL, SLIDING)
+        unknown = next((kind for kind in given if kind not in served), None)
+        if unknown is not None:
+            raise ConfigError(f"layer_types of a {raw['model_type']} may name {' and '.join(served)}, got {unknown!r}")
         return tuple(given)
     model_type = raw["model_type"]
     if has_recurrent_layers(raw):

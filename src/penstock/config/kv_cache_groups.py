@@ -35,6 +35,8 @@ def attach_layers(
     }
     attached: list[AttachedLayer] = []
     for name, spec in specs.items():
+        if spec.is_recurrent:
+            raise ConfigError(f"the speculator's layer {name} is recurrent: choose a draft model with attention alone")
         group = group_of_window.get(spec.sliding_window)
         if group is None:
             raise ConfigError(

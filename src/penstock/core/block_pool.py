@@ -94,6 +94,7 @@ class BlockPool:
         assert num_blocks >= 1, num_blocks
         self._on_removed = on_removed
         self.num_usable = num_blocks - 1
+        self.num_states = num_states
         self._first_state = num_blocks
         self._blocks = [Block() for _ in range(num_blocks + num_states)]
         self._kv = _Available(range(1, num_blocks))
@@ -126,6 +127,12 @@ class BlockPool:
             states = sum(self._is_state(block_id) for block_id in fenced)
             room, room_for_states = room + len(fenced) - states, room_for_states + states
         return room >= 0 and room_for_states >= 0
+
+    def count(self, block_ids: Iterable[int]) -> tuple[int, int]:
+        """Returns how many of these are blocks of tokens, and of states; the null block is neither."""
+        ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
+        num_states = sum(map(self._is_state, ids))
+        return len(ids) - num_states, num_states
 
     def _is_state(self, block_id: int) -> bool:
         return block_id >= self._first_state

@@ -264,6 +264,18 @@ class KVCacheManager:
         """Returns the request's block table in every group."""
         return tuple(tuple(table) for table in self._holdings[request.request_id].tables)
 
+    def blocks_for_others(self, request: Request) -> BlockIds:
+        """Returns the same without the states from which no other engine continues the prompt: all but the one at its
+        last whole block.
+        """
+        at_end = (request.num_prompt_tokens - 1) // self.block_size - 1
+        return tuple(
+            tuple(i if index == at_end else NULL_BLOCK for index, i in enumerate(ids))
+            if group.spec.is_recurrent
+            else ids
+            for group, ids in zip(self._groups, self.block_ids(request), strict=True)
+        )
+
     def published_blocks(self, request: Request) -> BlockTable:
         """Returns the same without the unpublished blocks of recurrent layers, and without a copy."""
         return self._holdings[request.request_id].published

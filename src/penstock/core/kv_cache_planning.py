@@ -24,13 +24,17 @@ def blocks_for_one_request(
     return total
 
 
-def states_for_one_request(max_num_in_flight: int, max_in_flight: int, checkpoint_interval: int) -> int:
+def states_for_one_request(
+    max_num_in_flight: int, max_in_flight: int, checkpoint_interval: int, num_uncertain_blocks: int
+) -> int:
     """Returns the maximum number of states that a request holds at once.
 
-    They are those that each of the steps in flight reads and writes, those of the last one, the checkpoints among the
-    at most `max_in_flight` tokens that these steps compute, and two other checkpoints.
+    They are those that each of the steps in flight reads and writes, and those of the last one, in as many more blocks
+    as drafts may fill; the checkpoints among the at most `max_in_flight` tokens that these steps compute; and two other
+    checkpoints.
     """
-    return 2 * (max_num_in_flight + 1) + max_in_flight // checkpoint_interval + 1 + 2
+    per_step = 2 + num_uncertain_blocks
+    return per_step * (max_num_in_flight + 1) + max_in_flight // checkpoint_interval + 1 + 2
 
 
 def plan_kv_cache(

@@ -85,7 +85,9 @@ class StepKVEventRecorder(KVEventRecorder):
 
 
 def _kind(spec: KVCacheSpec) -> str:
-    """Returns vLLM's name for a group's attention."""
+    """Returns vLLM's name for a group's kind of cache."""
+    if spec.is_recurrent:
+        return "mamba"
     return "sliding_window" if spec.sliding_window else "full_attention"
 
 

@@ -31,7 +31,6 @@ from penstock.kv_transfer.connector import (
     SchedulerConnector,
 )
 from penstock.kv_transfer.null import NullSchedulerConnector
-from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds
@@ -74,7 +73,7 @@ class _Load:
     end: int
     is_async: bool
     deadline: float
-    num_blocks: int  # in all groups
+    num_blocks: tuple[int, int]  # of tokens and of states, as `BlockPool.count`
     hashes: Sequence[bytes]  # of the blocks that a request waits for
     is_detached: bool = False
 
@@ -92,7 +91,7 @@ class RemoteKV:
         # Asynchronous loads only: requests that wait for one, and blocks pinned by detached ones.
         self._num_waiting = 0
         self._awaited_hashes: Counter[bytes] = Counter()
-        self._num_quarantined = 0
+        self._quarantined = (0, 0)
         self._held: set[TransferId] = set()
         # The tokens of a request when it was preempted, and how many transfers had ended.
         self._starving: dict[Request, tuple[int, int]] = {}
@@ -206,7 +205,14 @@ class RemoteKV:
 
     @property
     def _is_quarantine_full(self) -> bool:
-        return self._num_quarantined > MAX_QUARANTINE * self._kv.pool.num_usable
+        limits = self._kv.pool.num_usable, self._kv.pool.num_states
+        return any(count > MAX_QUARANTINE * limit for count, limit in zip(self._quarantined, limits, strict=True))
+
+    def _quarantine(self, load: _Load, sign: int) -> None:
+        """Adds an abandoned load's blocks to those in quarantine, or removes them."""
+        if load.is_async:
+            (blocks, states), (more_blocks, more_states) = self._quarantined, load.num_blocks
+            self._quarantined = blocks + sign * more_blocks, states + sign * more_states
 
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
         """Hands the blocks after the hit to the connector, which loads them.
@@ -223,7 +229,7 @@ class RemoteKV:
             end=end // block_size,
             is_async=match.is_async,
             deadline=self._clock.now() + self._timeout,
-            num_blocks=sum(i != NULL_BLOCK for table in block_ids for i in table[hit.num_blocks : end // block_size]),
+            num_blocks=self._kv.pool.count(i for table in block_ids for i in table[hit.num_blocks : end // block_size]),
             hashes=request.block_hashes[hit.num_blocks : end // block_size] if match.is_async else (),
         )
         self._loads[transfer_id] = load
@@ -277,7 +283,7 @@ class RemoteKV:
         if load.is_async:
             self._kv.unpin(event.transfer_id)
         if load.is_detached:
-            self._num_quarantined -= load.num_blocks if load.is_async else 0
+            self._quarantine(load, -1)
             return None
         self._end_waiting(load)
         mine = self._loads_of[load.request]
@@ -324,7 +330,7 @@ class RemoteKV:
         for load in self._loads_of.pop(request, {}).values():
             load.is_detached = True
             self._end_waiting(load)
-            self._num_quarantined += load.num_blocks if load.is_async else 0
+            self._quarantine(load, 1)
             self._connector.cancel_load(request)
 
     def give_up_overdue(self) -> Iterator[tuple[Request, str]]:
@@ -355,11 +361,12 @@ class RemoteKV:
             waits = load.request.status is RequestStatus.WAITING_FOR_REMOTE_KV
             assert load.is_detached or not load.is_async or waits, f"{transfer_id}: {load.request.status}"
         loads = [load for load in self._loads.values() if load.is_async]
-        num_quarantined = sum(load.num_blocks for load in loads if load.is_detached)
+        detached = [load.num_blocks for load in loads if load.is_detached]
+        quarantined = (sum(blocks for blocks, _ in detached), sum(states for _, states in detached))
         assert self._num_waiting == sum(not load.is_detached for load in loads), self._num_waiting
         awaited = Counter(block_hash for load in loads if not load.is_detached for block_hash in load.hashes)
         assert self._awaited_hashes == awaited, (len(self._awaited_hashes), len(awaited))
-        assert self._num_quarantined == num_quarantined, self._num_quarantined
+        assert self._quarantined == quarantined, self._quarantined
         attached = sum(map(len, self._loads_of.values()))
         assert attached == sum(not load.is_detached for load in self._loads.values()), attached
         self._connector.check_integrity()

@@ -421,7 +421,7 @@ class Scheduler:
     def _free(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
         """Releases an ended request's blocks unless the connector still reads them; returns its parameters."""
         holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
-        block_ids = self._kv.block_ids(request) if holds_blocks else ()
+        block_ids = self._kv.blocks_for_others(request) if holds_blocks else ()
         params = self._remote.finish(request, block_ids, reason)
         if holds_blocks:
             self._kv.release(request, self._step)

@@ -76,7 +76,8 @@ def _with_states(
     interval = round_up(interval, size)
     num_states = int(planned.num_blocks * kv_bytes * cache.state_share / (1 - cache.state_share)) // state_bytes
     max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens
-    needed = states_for_one_request(limits.max_num_in_flight, max_in_flight, interval)
+    num_uncertain = limits.max_num_drafts + limits.num_lookahead_tokens
+    needed = states_for_one_request(limits.max_num_in_flight, max_in_flight, interval, num_uncertain // size)
     if cache.num_blocks_override is not None:
         num_states = max(num_states, needed)
     if num_states < needed:
@@ -90,7 +91,7 @@ def _with_states(
         planned,
         num_states=num_states,
         checkpoint_interval=interval,
-        num_uncertain_tokens=limits.max_num_drafts + limits.num_lookahead_tokens,
+        num_uncertain_tokens=num_uncertain,
     )
 
 

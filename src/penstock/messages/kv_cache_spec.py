@@ -157,11 +157,6 @@ class KVCacheConfig:
     def has_states(self) -> bool:
         return any(group.spec.is_recurrent for group in self.groups)
 
-    @property
-    def num_block_ids(self) -> int:
-        """How many blocks there are of both kinds."""
-        return self.num_blocks + self.num_states
-
     def first_block(self, spec: KVCacheSpec) -> int:
         """Returns the lowest id of the blocks that a layer with this spec has memory for."""
         return self.num_blocks if spec.is_recurrent else 0

@@ -125,7 +125,9 @@ class P2PBacking(Backing):
             lease_seconds=pairs.lease_seconds,
             park_seconds=pairs.park_seconds,
             max_parked=pairs.max_parked,
-            max_held_blocks=int(pairs.hold_share * site.cache.num_block_ids),
+            max_held_blocks=int(pairs.hold_share * site.cache.num_blocks),
+            first_state=site.cache.num_blocks,
+            max_held_states=int(pairs.hold_share * site.cache.num_states),
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)

@@ -198,8 +198,9 @@ class Setup:
         states = None
         if RECURRENT in self.windows:
             interval = round_up(self.checkpoint_interval, block_size)
-            num_states = states_for_one_request(num_steps, in_flight, interval) + self.spare_states
-            states = StateLimits(num_states, interval, self.drafts + self.num_lookahead)
+            uncertain = self.drafts + self.num_lookahead
+            num_states = states_for_one_request(num_steps, in_flight, interval, uncertain // block_size)
+            states = StateLimits(num_states + self.spare_states, interval, uncertain)
         return cache_config(self.layers, num_blocks, block_size, NUM_HEADS, states)
 
     def scheduler_config(self, num_stages: int) -> SchedulerConfig:

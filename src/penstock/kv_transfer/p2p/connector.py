@@ -104,7 +104,9 @@ class P2PConnector:
             lease_seconds=options.lease_seconds,
             park_seconds=config.kv_load_timeout,
             max_parked=_MAX_PARKED,
-            max_held_blocks=int(options.hold_share * context.cache.num_block_ids),
+            max_held_blocks=int(options.hold_share * context.cache.num_blocks),
+            first_state=context.cache.num_blocks,
+            max_held_states=int(options.hold_share * context.cache.num_states),
             is_attested=options.attestation == "all",
         )
         settings = P2PSettings(

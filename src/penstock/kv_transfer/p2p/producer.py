@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -45,13 +45,16 @@ from penstock.utils.errors import PeerError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerRules:
     """In seconds: `hold_seconds` for which blocks are held for a reader that has not come; `park_seconds` for which a
-    reader waits for a request that has not ended. Without `is_attested` blocks are not digested."""
+    reader waits for a request that has not ended. Blocks from the id `first_state` on are states of recurrent layers,
+    which have a limit of their own. Without `is_attested` blocks are not digested."""
 
     hold_seconds: float
     lease_seconds: float
     park_seconds: float
     max_parked: int
     max_held_blocks: int
+    first_state: int
+    max_held_states: int
     is_attested: bool
 
 
@@ -220,11 +223,14 @@ class Producer:
         if self._rules.is_attested and hold.digests.can_serve(hold.digests.reading, first, end):
             self._digest(hold, tuple(tuple(blocks) for blocks in table), first, end)
 
+    def _has_room(self, held: Collection[int]) -> bool:
+        num_states = sum(block >= self._rules.first_state for block in held)
+        return len(held) - num_states <= self._rules.max_held_blocks and num_states <= self._rules.max_held_states
+
     def offer(self, offer: Offer, now: float) -> str:
         """Holds the blocks of a request that has ended. Returns its ticket; "" if there is no room for its blocks."""
         blocks = _blocks_of(offer)
-        num_new = sum(block not in self._state.held_blocks for block in blocks)
-        if num_new + len(self._state.held_blocks) > self._rules.max_held_blocks:
+        if not self._has_room({*self._state.held_blocks, *blocks}):
             self.counts.num_without_room += 1
             self.withdraw(offer.hold_id, now)
             return ""
@@ -488,7 +494,7 @@ class Producer:
         assert at_rendezvous == state.at_rendezvous, at_rendezvous.keys() ^ state.at_rendezvous.keys()
         held = Counter(block for hold in holds if hold.offer is not None for block in _blocks_of(hold.offer))
         assert held == state.held_blocks, (held, state.held_blocks)
-        assert len(held) <= self._rules.max_held_blocks, f"{len(held)} blocks of {self._rules.max_held_blocks}"
+        assert self._has_room(held), f"{len(held)} blocks of {self._rules}"
         awaited = {each.fetch.rendezvous for each in state.parked.values()}
         assert awaited.isdisjoint(state.closed), f"one side has gone from {awaited & state.closed.keys()}"
 
