@@ -14,6 +14,7 @@ import pytest
 import setuptools
 import torch
 
+from penstock.config.recurrent import DeltaSizes
 from penstock.kernels import native
 from penstock.kernels.kv_rows import quantize_rows
 from penstock.kernels.native import ARITHMETIC, DTYPE_CODES
@@ -195,9 +196,39 @@ def add_rope(calls: NativeCalls) -> None:
         )  # fmt: skip
 
 
+def add_gated_delta(calls: NativeCalls) -> None:
+    """Two requests, one of which begins with the state of the other's, with an accepted draft and verifies one."""
+    sizes, block_size, tokens = DeltaSizes(2, 6, 32, 48, 4), 8, (21, 3)
+    table = torch.tensor([[1, 0, 2], [3, 4, 0]], dtype=torch.int32)
+    starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, 21, 24], [21, 11]))
+    rows, pending, drafts = torch.tensor([1, 0]), *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 1]))
+    for dtype in DTYPES:
+        layer = calls.struct(
+            "ppppnnnnnf", numbers(sizes.taps, sizes.channels), numbers(sizes.value_heads).exp(),
+            numbers(sizes.value_heads, scale=9), numbers(sizes.value_size), sizes.key_heads, sizes.value_heads,
+            sizes.key_size, sizes.value_size, sizes.taps, 1e-6,
+        )  # fmt: skip
+        qkv, gates = (
+            numbers(sum(tokens), width, scale=3).to(dtype)
+            for width in (sizes.channels, sizes.value_heads * (sizes.value_size + 2))
+        )
+        out = torch.zeros(sum(tokens), sizes.value_heads * sizes.value_size, dtype=dtype)
+        out = calls.result(f"gated_delta {dtype}", out)
+        states = calls.result(f"gated_delta states {dtype}", numbers(4, sizes.key_heads * sizes.head_size))
+        kept = numbers(2, 2, sizes.key_heads * sizes.draft_inputs).to(dtype)
+        kept = calls.result(f"gated_delta drafts {dtype}", kept)
+        calls.add(
+            "gated_delta", "pppppppnpppppnnnni", layer, qkv, gates, kept, out, states, table, 3, starts, lengths, rows,
+            pending, drafts, 2, block_size, 2, THREADS, DTYPE_CODES[dtype],
+        )  # fmt: skip
+        x = calls.result(f"multiply_by_sigmoid {dtype}", numbers(5, 100, scale=3).to(dtype))
+        gate = numbers(5, 100, scale=9, seed=2).to(dtype)
+        calls.add("multiply_by_sigmoid", "ppnnni", x, gate, 5, 100, THREADS, DTYPE_CODES[dtype])
+
+
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
-    for add in (add_linear, add_experts, add_router, add_attention, add_elementwise, add_rope):
+    for add in (add_linear, add_experts, add_router, add_attention, add_elementwise, add_rope, add_gated_delta):
         add(calls)
     return calls
 
