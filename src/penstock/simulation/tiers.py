@@ -22,7 +22,7 @@ from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.forwarding import Forwarding
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import OffloadingManager
-from penstock.kv_transfer.offload.messages import OffloadMetadata
+from penstock.kv_transfer.offload.messages import OffloadMetadata, StateChunks
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
@@ -40,6 +40,7 @@ from penstock.simulation.oracle import NUM_HEADS, OracleMemory
 from penstock.simulation.ranks import RankConfig
 from penstock.simulation.trace import ViolationError, hash_name
 from penstock.utils.digest import digest_units, sum_digests
+from penstock.utils.math import cdiv
 from penstock.utils.wire import register_kind
 
 _NEVER = 1e9
@@ -62,7 +63,7 @@ class _Job:
 class _Region(OffloadRegion):
     """The real one, without the thread that populates it ahead of time."""
 
-    def _make_ready(self, used: int) -> None: ...
+    def _make_ready(self, area: object, used: int) -> None: ...
 
 
 class SimDisk:
@@ -109,7 +110,7 @@ class SimDisk:
             successful_keys=tuple(job.keys[index] for index in done),
             digests=tuple(self._files[job.keys[index]].digest for index in done),
             is_promotion=job.is_promotion,
-            num_bytes=len(done) * self._region.chunk_bytes,
+            num_bytes=sum(self._region.bytes_of(job.keys[index][0]) for index in done),
             seconds=0.0,
         )
 
@@ -319,6 +320,13 @@ def _heads_of(ranks: RankConfig) -> RankHeads:
     return {(stage, rank): {layer.name: ends[rank] for layer in ranks.layers_of(stage)} for stage, rank in ranks.shards}
 
 
+def _states_of(chunks: ChunkFormat, num_chunks: int) -> StateChunks | None:
+    """Returns a tier's chunks for states, of which there are few checkpoints."""
+    if chunks.state_group is None:
+        return None
+    return StateChunks(chunks.state_group, cdiv(num_chunks, 4), chunks.state_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class _Life:
     region: OffloadRegion
@@ -340,11 +348,9 @@ class OffloadBacking(Backing):
     def attach(self, site: Site) -> Parts:
         setup, ranks, context = self._context.setup, site.ranks, self._context
         chunks = ChunkFormat(site.cache, is_head_first=True)
-        region = _Region(setup.memory_chunks, chunks.chunk_bytes)
+        region = _Region(setup.memory_chunks, chunks.chunk_bytes, _states_of(chunks, setup.memory_chunks))
         disk = SimDisk(self._files, region, context)
-        policy: CachePolicy = LRUPolicy() if self._is_lru else ARCPolicy(region.num_chunks)
-        manager = _Manager(region.num_chunks, policy, [disk], max_cascading_chunks=8, max_promoting_chunks=8)
-        manager.accepted = []
+        manager = self._make_manager(region, disk)
         scheduler = _Scheduler(
             cache=site.cache,
             shards=frozenset(ranks.shards),
@@ -356,10 +362,19 @@ class OffloadBacking(Backing):
         )
         scheduler.sync_share = setup.sync_share
         given = scheduler.worker_setup()
-        attached = _Region.attach(given.memory, given.chunk_bytes)
+        attached = _Region.attach(given.memory, given.chunk_bytes, given.states)
         workers = {shard: _Worker(attached, shard, chunks, ranks, context) for shard in ranks.shards}
         self._lives[site.name] = _Life(region, disk, manager, chunks, workers)
         return Parts(scheduler, workers)
+
+    def _make_manager(self, region: OffloadRegion, disk: SimDisk) -> _Manager:
+        policies: list[CachePolicy] = [
+            LRUPolicy() if self._is_lru else ARCPolicy(num_chunks)
+            for num_chunks in (region.num_chunks, max(1, region.num_chunk_ids - region.num_chunks))
+        ]
+        manager = _Manager(region.num_chunks, policies[0], [disk], 8, 8, region.states, policies[1])
+        manager.accepted = []
+        return manager
 
     def crash(self, name: str) -> None:
         del self._lives[name]
@@ -372,7 +387,7 @@ class OffloadBacking(Backing):
     def tick(self) -> None:
         for life in self._lives.values():
             if self._context.is_struck():
-                chunk = life.region.chunk(self._context.pick(life.region.num_chunks))
+                chunk = life.region.chunk(self._context.pick(life.region.num_chunk_ids))
                 chunk[len(chunk) // 2] ^= 4
 
     def touching(self, name: str) -> Iterable[Touch]:

@@ -23,13 +23,14 @@ from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.manager import OffloadingManager
-from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.kv_transfer.offload.messages import OffloadSetup, StateChunks
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.topology.chunks import ChunkFormat
+from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -58,10 +59,14 @@ class OffloadingConnector:
         """Builds the scheduler's part. Raises ConfigError for invalid options."""
         given = context.config.kv_connector_extra_config
         options = convert_options(OffloadingOptions, given, "of OffloadingConnector")
-        chunk_bytes = ChunkFormat(context.cache).chunk_bytes
-        region = OffloadRegion(options.cpu_bytes_to_use // chunk_bytes, chunk_bytes)
-        num_chunks = region.num_chunks
-        policy: CachePolicy = LRUPolicy() if options.eviction_policy == "lru" else ARCPolicy(num_chunks)
+        region = _make_region(context.cache, options.cpu_bytes_to_use)
+        states = region.states
+
+        def make_policy(num_chunks: int) -> CachePolicy:
+            return LRUPolicy() if options.eviction_policy == "lru" else ARCPolicy(num_chunks)
+
+        state_policy = None if states is None else make_policy(states.num_chunks)
+        policy = make_policy(region.num_chunks)
         tiers: list[DiskTier] = []
         if options.disk_path is not None:
             disk = DiskTierConfig(Path(options.disk_path).expanduser(), options.disk_bytes_to_use)
@@ -70,7 +75,7 @@ class OffloadingConnector:
             cache=context.cache,
             shards=context.shards,
             region=region,
-            manager=OffloadingManager(num_chunks, policy, tiers),
+            manager=OffloadingManager(region.num_chunks, policy, tiers, states=states, state_policy=state_policy),
             rules=OffloadRules(
                 attestation=Attestation(options.attestation),
                 policy=OffloadPolicy(options.offload_policy),
@@ -87,10 +92,30 @@ class OffloadingConnector:
         """Builds a rank's part. Raises ConfigError if the rank is not on the host of the tiers."""
         assert isinstance(setup, OffloadSetup), setup
         try:
-            region = OffloadRegion.attach(setup.memory, setup.chunk_bytes)
+            region = OffloadRegion.attach(setup.memory, setup.chunk_bytes, setup.states)
         except OSError as error:
             raise ConfigError(
                 f"rank {shard} cannot map the memory of the OffloadingConnector ({error}): all ranks must run on the "
                 "host of the engine core"
             ) from None
         return OffloadingWorker(region, shard, ChunkFormat(context.cache), context.rank_heads)
+
+
+def _make_region(cache: KVCacheConfig, num_bytes: int) -> OffloadRegion:
+    """Divides the memory between blocks of tokens and states of recurrent layers as the engine's own cache is divided,
+    with room for one of each at least.
+    """
+    chunks = ChunkFormat(cache)
+    if chunks.state_group is None:
+        return OffloadRegion(num_bytes // chunks.chunk_bytes, chunks.chunk_bytes)
+    wanted = num_bytes * cache.num_states * cache.bytes_per_state // (cache.num_bytes * chunks.state_bytes)
+    most = (num_bytes - chunks.chunk_bytes) // chunks.state_bytes
+    if most < 1:
+        least = chunks.chunk_bytes + chunks.state_bytes
+        raise ConfigError(
+            f"cpu_bytes_to_use must be at least {least}, the bytes of one KV block and one state of recurrent layers"
+        )
+    num_states = min(max(1, wanted), most)
+    states = StateChunks(chunks.state_group, num_states, chunks.state_bytes)
+    num_chunks = (num_bytes - num_states * chunks.state_bytes) // chunks.chunk_bytes
+    return OffloadRegion(num_chunks, chunks.chunk_bytes, states)

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv_transfer.offload import OffloadKey
+from penstock.kv_transfer.offload.messages import StateChunks
 from penstock.kv_transfer.offload.policies import CachePolicy
 from penstock.kv_transfer.offload.tiers.base import (
     EventLog,
@@ -127,8 +128,23 @@ class Prompt:
     refresh_at: int = 0
 
 
+class _Room:
+    """The chunks of one kind: those that are free, and the policy that chooses which others become free."""
+
+    def __init__(self, chunk_ids: range, policy: CachePolicy) -> None:
+        self.chunk_ids = chunk_ids
+        self.policy = policy
+        self.free = list(reversed(chunk_ids))
+        self.num_evicted = 0
+
+
 class OffloadingManager:
-    """`tiers` are ordered from the fastest to the slowest; a limit counts chunks in jobs that have not ended."""
+    """`tiers` are ordered from the fastest to the slowest; a limit counts chunks in jobs that have not ended.
+
+    The first `num_chunks` are for blocks of tokens, those behind them for `states`, if there are any. Each kind has its
+    own policy, and evicts only chunks of its own. The keys of a prompt, and those of a call that needs room, are of one
+    kind.
+    """
 
     def __init__(
         self,
@@ -137,14 +153,17 @@ class OffloadingManager:
         tiers: Sequence[SecondaryTierManager] = (),
         max_cascading_chunks: int = 128,
         max_promoting_chunks: int = 128,
+        states: StateChunks | None = None,
+        state_policy: CachePolicy | None = None,
     ) -> None:
         assert num_chunks > 0, num_chunks
-        self._num_chunks = num_chunks
-        self._policy = policy
+        self._rooms = [_Room(range(num_chunks), policy)]
+        self._state_group = None if states is None else states.group
+        if states is not None and state_policy is not None:
+            self._rooms.append(_Room(range(num_chunks, num_chunks + states.num_chunks), state_policy))
         self._tiers = tuple(tiers)
         self._max_cascading = max_cascading_chunks
         self._max_promoting = max_promoting_chunks
-        self._free = list(range(num_chunks - 1, -1, -1))
         self._chunks: dict[OffloadKey, _Chunk] = {}
         self._writers: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -154,6 +173,9 @@ class OffloadingManager:
         self._num_in_flight = Counter[bool]()
         self._events = EventLog(MEDIUM_CPU)
         self._counts: Counter[str] = Counter()
+
+    def _room(self, key: OffloadKey) -> _Room:
+        return self._rooms[key[0] == self._state_group]
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Returns whether the CPU tier has the key; for the tiers below see `medium_of`. Changes nothing."""
@@ -168,7 +190,8 @@ class OffloadingManager:
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Marks a prompt, head to tail, as used, so that the tiers keep it longer. Unknown keys are ignored."""
-        self._policy.touch([key for key in keys if self.lookup(key) is LookupResult.HIT])
+        for room in self._rooms:
+            room.policy.touch([k for k in keys if self._room(k) is room and self.lookup(k) is LookupResult.HIT])
         for tier in self._tiers:
             tier.touch(keys)
 
@@ -179,6 +202,9 @@ class OffloadingManager:
         them, from the head, are now here or being promoted; it stops where no tier has the key, where no chunk can be
         freed, or at the limit of concurrent promotions.
         """
+        if not keys:
+            return 0
+        room = self._room(keys[0])
         wanted: dict[OffloadKey, tuple[int, SecondaryTierManager]] = {}
         for place, key in enumerate(keys, first_place):
             if self.lookup(key) is not LookupResult.MISS:
@@ -187,9 +213,10 @@ class OffloadingManager:
             if tier is None or key in self._chunks or self._num_in_flight[True] + len(wanted) >= self._max_promoting:
                 break
             wanted[key] = (place, tier)
-        moment = self._policy.refresh([key for key in keys if self.lookup(key) is LookupResult.HIT])
+        moment = room.policy.refresh([key for key in keys if self.lookup(key) is LookupResult.HIT])
         coming: dict[SecondaryTierManager, list[OffloadKey]] = {}
-        for (key, (place, tier)), chunk_id in zip(wanted.items(), self._allocate(len(wanted), set(keys)), strict=False):
+        chunk_ids = self._allocate(room, len(wanted), set(keys))
+        for (key, (place, tier)), chunk_id in zip(wanted.items(), chunk_ids, strict=False):
             self._chunks[key] = _Chunk(chunk_id, place, moment, ChunkState.PROMOTING)
             coming.setdefault(tier, []).append(key)
         for tier, its_keys in coming.items():
@@ -229,10 +256,13 @@ class OffloadingManager:
         was refreshed; without a `prompt` the keys are the whole prompt. Each returned (key, chunk id) must be given to
         `complete_store`.
         """
+        if not keys:
+            return []
+        room = self._room(keys[0][0])
         prompt = prompt or Prompt(dict(keys))
-        self._refresh(prompt, (key for key, _ in keys))
+        self._refresh(room, prompt, (key for key, _ in keys))
         missing = [(key, place) for key, place in keys if key not in self._chunks]
-        chunk_ids = self._allocate(len(missing), prompt.places.keys())
+        chunk_ids = self._allocate(room, len(missing), prompt.places.keys())
         self._counts["num_stores_without_room"] += len(missing) - len(chunk_ids)
         stores: list[tuple[OffloadKey, int]] = []
         for (key, place), chunk_id in zip(missing, chunk_ids, strict=False):
@@ -241,13 +271,12 @@ class OffloadingManager:
             stores.append((key, chunk_id))
         return stores
 
-    def _refresh(self, prompt: Prompt, keys: Iterable[OffloadKey]) -> None:
+    def _refresh(self, room: _Room, prompt: Prompt, keys: Iterable[OffloadKey]) -> None:
         """Keeps `keys` as young as their prompt; after enough evictions, makes the whole prompt the youngest."""
-        num_evicted = self._counts["num_evicted"]
-        if num_evicted >= prompt.refresh_at:
+        if room.num_evicted >= prompt.refresh_at:
             here = [key for key in prompt.places if self.lookup(key) is LookupResult.HIT]
-            prompt.moment = self._policy.refresh(here)
-            prompt.refresh_at = num_evicted + len(prompt.places) // _REFRESH_PART
+            prompt.moment = room.policy.refresh(here)
+            prompt.refresh_at = room.num_evicted + len(prompt.places) // _REFRESH_PART
             keys = prompt.places
             for tier in self._tiers:
                 tier.touch(here)
@@ -257,7 +286,7 @@ class OffloadingManager:
                 continue
             chunk.moment = max(chunk.moment, prompt.moment)
             if chunk.state is ChunkState.READY:
-                self._policy.keep_with(key, prompt.moment)
+                room.policy.keep_with(key, prompt.moment)
 
     def complete_store(self, key: OffloadKey, digest: bytes | None, success: bool) -> None:
         """Called when the engine has written the key's chunk. Only now, and only on success, the key is found."""
@@ -303,7 +332,8 @@ class OffloadingManager:
 
     def reset(self) -> None:
         """Forgets everything, here and in the tiers; chunks in use become free when their users end."""
-        self._policy.clear()
+        for room in self._rooms:
+            room.policy.clear()
         for key, chunk in list(self._chunks.items()):
             if chunk.state is ChunkState.READY:
                 self._events.removed(key)
@@ -327,14 +357,15 @@ class OffloadingManager:
 
     @property
     def stats(self) -> OffloadStats:
-        num_stored = self._policy.num_unpinned
+        num_stored = sum(room.policy.num_unpinned for room in self._rooms)
         num_being_written = len(self._writers) + self._num_in_flight[True]
         return OffloadStats(
-            num_chunks=self._num_chunks,
-            num_free=len(self._free),
+            num_chunks=sum(len(room.chunk_ids) for room in self._rooms),
+            num_free=sum(len(room.free) for room in self._rooms),
             num_stored=num_stored,
             num_being_written=num_being_written,
             num_pinned=len(self._chunks) - num_stored - num_being_written,
+            num_evicted=sum(room.num_evicted for room in self._rooms),
             tiers=tuple(tier.stats() for tier in self._tiers),
             **self._counts,
         )
@@ -344,14 +375,14 @@ class OffloadingManager:
         for tier in self._tiers:
             tier.shutdown()
 
-    def _allocate(self, num_wanted: int, protected: Collection[OffloadKey]) -> list[int]:
-        """Returns free chunks, evicting as needed: `num_wanted`, or as many as can be had."""
-        victims = self._policy.evict(max(0, num_wanted - len(self._free)), protected)
+    def _allocate(self, room: _Room, num_wanted: int, protected: Collection[OffloadKey]) -> list[int]:
+        """Returns free chunks of a kind, evicting as needed: `num_wanted`, or as many as can be had."""
+        victims = room.policy.evict(max(0, num_wanted - len(room.free)), protected)
         for key in victims:
             self._events.removed(key)
             self._free_if_unused(key, self._chunks[key])
-        self._counts["num_evicted"] += len(victims)
-        return [self._free.pop() for _ in range(min(num_wanted, len(self._free)))]
+        room.num_evicted += len(victims)
+        return [room.free.pop() for _ in range(min(num_wanted, len(room.free)))]
 
     def _cascade(self, key: OffloadKey) -> None:
         for tier in self._tiers:
@@ -402,15 +433,16 @@ class OffloadingManager:
     def _make_ready(self, key: OffloadKey, chunk: _Chunk, digest: bytes | None) -> None:
         self._set_state(chunk, ChunkState.READY)
         chunk.digest = digest
-        self._policy.insert(key, chunk.moment, chunk.place)
+        policy = self._room(key).policy
+        policy.insert(key, chunk.moment, chunk.place)
         # Its writer still holds a pin.
-        self._policy.pin(key)
+        policy.pin(key)
         self._events.stored(key)
 
     def _doom(self, key: OffloadKey) -> _Chunk:
         chunk = self._chunks[key]
         if chunk.state is ChunkState.READY:
-            self._policy.remove(key)
+            self._room(key).policy.remove(key)
             self._events.removed(key)
         self._set_state(chunk, ChunkState.DOOMED)
         return chunk
@@ -422,7 +454,7 @@ class OffloadingManager:
     def _pin(self, key: OffloadKey, chunk: _Chunk) -> None:
         chunk.num_pins += 1
         if chunk.num_pins == 1:
-            self._policy.pin(key)
+            self._room(key).policy.pin(key)
 
     def _unpin(self, key: OffloadKey, chunk: _Chunk) -> None:
         assert chunk.num_pins > 0, f"{key} has no pin to lose"
@@ -430,17 +462,19 @@ class OffloadingManager:
         if chunk.state is ChunkState.DOOMED:
             self._free_if_unused(key, chunk)
         elif chunk.num_pins == 0:
-            self._policy.unpin(key)
+            self._room(key).policy.unpin(key)
 
     def _free_if_unused(self, key: OffloadKey, chunk: _Chunk) -> None:
         if chunk.num_pins == 0:
             del self._chunks[key]
-            self._free.append(chunk.chunk_id)
+            self._room(key).free.append(chunk.chunk_id)
 
     def check_integrity(self) -> None:
         """Recomputes every pin from its users; asserts that each chunk is in one place and the policy agrees."""
-        chunk_ids = sorted(self._free + [chunk.chunk_id for chunk in self._chunks.values()])
-        assert chunk_ids == list(range(self._num_chunks)), chunk_ids
+        for room in self._rooms:
+            used = [chunk.chunk_id for key, chunk in self._chunks.items() if self._room(key) is room]
+            chunk_ids = sorted(room.free + used)
+            assert chunk_ids == list(room.chunk_ids), chunk_ids
         pins = Counter(self._writers) + self._loads
         num_in_flight = Counter[bool]()
         for job, _ in self._jobs.values():
@@ -455,6 +489,9 @@ class OffloadingManager:
             assert chunk.num_pins or chunk.state is ChunkState.READY, f"{key} has no user and is not ready: {chunk}"
             assert (chunk.state is ChunkState.WRITING) <= (key in self._writers), f"{key} has no writer: {chunk}"
         ready = {k: chunk.num_pins > 0 for k, chunk in self._chunks.items() if chunk.state is ChunkState.READY}
-        assert self._policy.members() == ready, self._policy.members().items() ^ ready.items()
+        members = [(room, key, pin) for room in self._rooms for key, pin in room.policy.members().items()]
+        assert all(self._room(key) is room for room, key, _ in members), members
+        found = {key: is_pinned for _, key, is_pinned in members}
+        assert found == ready, found.items() ^ ready.items()
         stats = self.stats
         assert stats.num_pinned >= 0, stats

@@ -46,9 +46,18 @@ class OffloadMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
     loads: tuple[OffloadLoad, ...] = ()
 
 
+class StateChunks(msgspec.Struct, frozen=True):
+    """The chunks for the blocks of the `group` of recurrent layers, each of which holds a state."""
+
+    group: int
+    num_chunks: int
+    chunk_bytes: int
+
+
 @register_kind
 class OffloadSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
-    """The memory of the CPU tier."""
+    """The memory of the CPU tier, with chunks for blocks of tokens, and for states if there are any."""
 
     memory: MemoryRegion
     chunk_bytes: int
+    states: StateChunks | None = None

@@ -92,12 +92,15 @@ class _Request:
     num_loaded_blocks: int = 0
     num_offered_blocks: int = 0
     promoting_since: float | None = None
-    prompt: Prompt = field(default_factory=Prompt)
+    # The keys of blocks of tokens, and those of states.
+    prompts: tuple[Prompt, Prompt] = field(default_factory=lambda: (Prompt(), Prompt()))
 
 
 @dataclass(slots=True)
 class _Offer:
-    """Complete blocks of one request that may be new to the tier: the block and its place in the prompt, by key."""
+    """Complete blocks of one request and kind that may be new to the tier: the block and its place in the prompt, by
+    key.
+    """
 
     prompt: Prompt
     blocks: dict[OffloadKey, tuple[int, int]]
@@ -136,6 +139,8 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._groups = range(len(cache.groups))
         self._sliding_groups = [group for group in self._groups if cache.groups[group].spec.sliding_window]
         self._full_groups = [group for group in self._groups if group not in self._sliding_groups]
+        self._state_groups = [group for group in self._groups if cache.groups[group].spec.is_recurrent]
+        self._token_groups = [group for group in self._groups if group not in self._state_groups]
         self._shards = shards
         self._region = region
         self._manager = manager
@@ -158,7 +163,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         """Does nothing: the context gives the layers and heads of each rank."""
 
     def worker_setup(self) -> OffloadSetup:
-        return OffloadSetup(self._region.memory, self._region.chunk_bytes)
+        return OffloadSetup(self._region.memory, self._region.chunk_bytes, self._region.states)
 
     # ---- Start and end of requests ----
 
@@ -293,22 +298,25 @@ class OffloadingScheduler(NullSchedulerConnector):
             return
         if state.max_offload_blocks is not None:
             end = min(end, state.max_offload_blocks)
-        places = state.prompt.places
-        num_known = len(places) // len(self._groups)
+        of_tokens, of_states = state.prompts
+        num_known = len(of_tokens.places) // max(1, len(self._token_groups))
         for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
-            places.update(((group, block_hash), index) for group in self._groups)
+            of_tokens.places.update(((group, block_hash), index) for group in self._token_groups)
         if state.policy is OffloadPolicy.REQUEST_LEVEL:
             # Includes the blocks that it found in the engine's cache.
             first = min(first, state.num_offered_blocks)
-        blocks = {
-            (group, block_hash): (table[index], index)
-            for group, table in enumerate(block_ids)
-            for index, block_hash in enumerate(request.block_hashes[first:end], first)
-            if table[index] != NULL_BLOCK
-        }
         state.num_offered_blocks = end
-        if blocks:
-            self._offers.append(_Offer(state.prompt, blocks))
+        for prompt, groups in ((of_tokens, self._token_groups), (of_states, self._state_groups)):
+            blocks = {
+                (group, block_hash): (block_ids[group][index], index)
+                for group in groups
+                for index, block_hash in enumerate(request.block_hashes[first:end], first)
+                if block_ids[group][index] != NULL_BLOCK
+            }
+            if prompt is of_states:
+                prompt.places.update((key, index) for key, (_, index) in blocks.items())
+            if blocks:
+                self._offers.append(_Offer(prompt, blocks))
 
     def _take_stores(self) -> tuple[OffloadStore, ...]:
         offers, self._offers = self._offers, []

@@ -47,6 +47,7 @@ class ChunkFormat:
     """The chunks of an engine: `cache` is the whole engine's.
 
     `is_head_first`: the axis of heads comes first within a block, so that a head's keys and values are contiguous.
+    A chunk has `state_bytes` for a block of the group of recurrent layers, `state_group`, and `chunk_bytes` for others.
     """
 
     def __init__(self, cache: KVCacheConfig, is_head_first: bool = False) -> None:
@@ -67,9 +68,11 @@ class ChunkFormat:
             self.places.append(places)
             self.table_starts.append(round_up(start, DIGEST_BYTES))
             self._num_units.append(num_units)
-        ends = (at + count * DIGEST_BYTES for at, count in zip(self.table_starts, self._num_units, strict=True))
-        end = max(ends)
-        self.chunk_bytes = round_up(end, _PAGE) if end >= _LARGE else end
+        ends = [at + count * DIGEST_BYTES for at, count in zip(self.table_starts, self._num_units, strict=True)]
+        recurrent = [number for number, group in enumerate(cache.groups) if group.spec.is_recurrent]
+        self.state_group = recurrent[0] if recurrent else None
+        self.state_bytes = _chunk_bytes(ends.pop(recurrent[0])) if recurrent else 0
+        self.chunk_bytes = _chunk_bytes(max(ends, default=0))
 
     def table(self, group: int, chunk: memoryview) -> np.ndarray:  # [num_units, DIGEST_BYTES] uint8
         start = self.table_starts[group]
@@ -174,6 +177,10 @@ class RankChunks:
             for layer, part in zip(self._parts[group], parts, strict=True)
         ]
         return np.array_equal(np.concatenate(found), self._format.table(group, chunk)[self._own[group]])
+
+
+def _chunk_bytes(end: int) -> int:
+    return round_up(end, _PAGE) if end >= _LARGE else end
 
 
 def _part(layer: LayerLayout, place: LayerPlace, end_before: int) -> _LayerPart:

@@ -57,7 +57,8 @@ class VerifiedChunk:
 
 
 class ChunkFolder:
-    """The files of one model: `fingerprint` and `chunk_bytes` name the folder inside `root`.
+    """The files of one model with chunks of one size: `fingerprint`, `chunk_bytes` and `kind` name the folder inside
+    `root`.
 
     The methods may be called on any thread and for the same key at the same time, also by several processes: the last
     writer's file stays. They raise OSError for errors of the file system.
@@ -66,11 +67,11 @@ class ChunkFolder:
         ConfigError: the folder cannot be created or listed.
     """
 
-    def __init__(self, root: Path, fingerprint: bytes, chunk_bytes: int) -> None:
+    def __init__(self, root: Path, fingerprint: bytes, chunk_bytes: int, kind: str = "") -> None:
         assert 0 < len(fingerprint) <= _MAX_FINGERPRINT_BYTES, len(fingerprint)
         self._fingerprint = fingerprint
         self._chunk_bytes = chunk_bytes
-        self._folder = root / f"{fingerprint.hex()}-{chunk_bytes}"
+        self._folder = root / f"{fingerprint.hex()}-{chunk_bytes}{kind}"
         self.file_bytes = _PAGE + chunk_bytes
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""The disk tier: one file per chunk, in a folder that outlives the engine.
+"""The disk tier: one file per chunk, in folders that outlive the engine: one for each size of chunks.
 
 The index, its order and the occupied places belong to the scheduler's thread; two small thread pools, separate so that
 loads do not wait for stores, only read, write and delete files. While a file is being written or deleted its key is
 *busy*, and no second change of it begins. The limit on bytes holds at every moment: a store that needs room deletes its
-victim before it writes.
+victims before it writes.
 
 Several engines may share a folder. Each has its own index, so each sees the files that were there when it started and
 those that it wrote, and keeps its own limit; a file that another engine deleted is a miss.
@@ -95,10 +95,14 @@ class DiskTier:
     def __init__(self, config: DiskTierConfig, fingerprint: bytes, region: OffloadRegion) -> None:
         self._region = region
         self._max_queued = config.max_queued_chunks
-        self._folder = ChunkFolder(config.path, fingerprint, region.chunk_bytes)
-        self._max_files = config.capacity_bytes // self._folder.file_bytes
-        if self._max_files < 1:
-            raise ConfigError(f"capacity_bytes of the disk tier must be at least {self._folder.file_bytes}, one chunk")
+        self._folders = [ChunkFolder(config.path, fingerprint, region.chunk_bytes)]
+        if region.states is not None:
+            self._folders.append(ChunkFolder(config.path, fingerprint, region.states.chunk_bytes, "-states"))
+        self._max_bytes = config.capacity_bytes
+        least = sum(folder.file_bytes for folder in self._folders)
+        if self._max_bytes < least:
+            what = "one chunk" if region.states is None else "one chunk and one state of recurrent layers"
+            raise ConfigError(f"capacity_bytes of the disk tier must be at least {least}, {what}")
         self._clock = SystemClock()
         self._loaders = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-load")
         self._storers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-store", initializer=give_way)
@@ -113,8 +117,8 @@ class DiskTier:
         self._busy: set[OffloadKey] = set()
         # Busy keys that must not be found when their change has ended.
         self._doomed: set[OffloadKey] = set()
-        # Busy victims, whose places already belong to their stores.
-        self._num_victims = 0
+        # Of all files in the index and all busy ones, without victims: their places already belong to their stores.
+        self._num_bytes = 0
         self._events = EventLog(self.medium)
         self._counts: Counter[str] = Counter()
         self._logged: set[str] = set()
@@ -131,7 +135,7 @@ class DiskTier:
             if key in self._index:
                 self._index.move_to_end(key)
                 record.successful[key] = digest
-            elif key in self._busy or (victims := self._take_place()) is None:
+            elif key in self._busy or (victims := self._take_place(key)) is None:
                 self._counts["num_refused"] += 1
             else:
                 self._busy.add(key)
@@ -200,14 +204,25 @@ class DiskTier:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _adopt_found(self) -> None:
-        for chunk in self._folder.take_found():
+        found = [
+            chunk for folder in self._folders for chunk in folder.take_found() if self._folder(chunk.key) is folder
+        ]
+        for chunk in sorted(found, key=lambda chunk: chunk.last_use):
             self._index[chunk.key] = None
+            self._num_bytes += self._file_bytes(chunk.key)
             self._events.stored(chunk.key)
-        excess = list(self._index)[: max(0, len(self._index) - self._max_files)]
+        excess = self._oldest(self._num_bytes - self._max_bytes) or ()
         self._counts["num_evicted"] += len(excess)
         self._delete(excess)
         # Nothing else runs yet, and the limit must hold from the start.
         self.drain_jobs()
+
+    def _folder(self, key: OffloadKey) -> ChunkFolder:
+        states = self._region.states
+        return self._folders[states is not None and key[0] == states.group]
+
+    def _file_bytes(self, key: OffloadKey) -> int:
+        return self._folder(key).file_bytes
 
     def _accept(self, job: TransferJob) -> _Job | None:
         """Accepts any job if the queue is empty, because one that is too long would otherwise be refused forever."""
@@ -218,17 +233,31 @@ class DiskTier:
         record.last_time = record.submitted
         return record
 
-    def _take_place(self) -> tuple[OffloadKey, ...] | None:
-        """Reserves the place of one file and returns the keys to delete for it; None if there is no room."""
-        if len(self._index) + len(self._busy) - self._num_victims < self._max_files:
-            return ()
-        for victim in self._index:
-            if not self._loading[victim]:
-                self._remove_from_index(victim)
-                self._busy.add(victim)
-                self._num_victims += 1
-                return (victim,)
-        return None
+    def _take_place(self, key: OffloadKey) -> tuple[OffloadKey, ...] | None:
+        """Reserves the place of a file and returns the keys to delete for it; None if there is no room."""
+        num_bytes = self._file_bytes(key)
+        victims = self._oldest(self._num_bytes + num_bytes - self._max_bytes)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._remove_from_index(victim)
+            self._busy.add(victim)
+            self._num_bytes -= self._file_bytes(victim)
+        self._num_bytes += num_bytes
+        return victims
+
+    def _oldest(self, num_bytes: int) -> tuple[OffloadKey, ...] | None:
+        """Returns the oldest keys whose files have this many bytes and are not being read; None if there are fewer."""
+        found: list[OffloadKey] = []
+        keys = iter(self._index)
+        while num_bytes > 0:
+            key = next(keys, None)
+            if key is None:
+                return None
+            if not self._loading[key]:
+                found.append(key)
+                num_bytes -= self._file_bytes(key)
+        return tuple(found)
 
     def _remove_from_index(self, key: OffloadKey) -> None:
         del self._index[key]
@@ -261,14 +290,14 @@ class DiskTier:
         if not removal.is_successful:
             return removal
         try:
-            self._folder.write(task.key, self._region.chunk(task.chunk_id), task.digest)
+            self._folder(task.key).write(task.key, self._region.chunk(task.chunk_id), task.digest)
         except OSError as error:
             return _Outcome(False, self._clock.now(), error=error)
         return _Outcome(True, self._clock.now(), task.digest)
 
     def _load(self, task: _Load) -> _Outcome:
         try:
-            chunk: VerifiedChunk | None = self._folder.read(task.key, self._region.chunk(task.chunk_id))
+            chunk: VerifiedChunk | None = self._folder(task.key).read(task.key, self._region.chunk(task.chunk_id))
         except OSError as error:
             return _Outcome(False, self._clock.now(), error=error)
         if chunk is None:
@@ -280,7 +309,7 @@ class DiskTier:
         first_error = None
         for key in keys:
             try:
-                self._folder.remove(key)
+                self._folder(key).remove(key)
             except OSError as error:
                 undeleted.append(key)
                 first_error = first_error or error
@@ -313,6 +342,7 @@ class DiskTier:
         is_doomed = task.key in self._doomed
         self._doomed.discard(task.key)
         if not outcome.is_successful:
+            self._num_bytes -= self._file_bytes(task.key)
             self._on_failed("store", outcome)
             return False
         if is_doomed:
@@ -320,17 +350,18 @@ class DiskTier:
             return False
         self._add_to_index(task.key)
         self._counts["num_stored"] += 1
-        self._counts["num_bytes_stored"] += self._region.chunk_bytes
+        self._counts["num_bytes_stored"] += self._region.bytes_of(task.key[0])
         return True
 
     def _on_victim(self, victim: OffloadKey, is_deleted: bool) -> None:
         self._busy.remove(victim)
-        self._num_victims -= 1
         is_doomed = victim in self._doomed
         self._doomed.discard(victim)
         if is_deleted:
             self._counts["num_evicted"] += 1
-        elif is_doomed:
+            return
+        self._num_bytes += self._file_bytes(victim)
+        if is_doomed:
             self._delete([victim])
         else:
             self._add_to_index(victim)
@@ -342,7 +373,7 @@ class DiskTier:
             del self._loading[task.key]
         if outcome.is_successful:
             self._counts["num_loaded"] += 1
-            self._counts["num_bytes_loaded"] += self._region.chunk_bytes
+            self._counts["num_bytes_loaded"] += self._region.bytes_of(task.key[0])
             if task.key in self._index:
                 self._index.move_to_end(task.key)
             return True
@@ -352,6 +383,7 @@ class DiskTier:
         if isinstance(outcome.error, FileNotFoundError):
             self._counts["num_vanished"] += 1
             self._remove_from_index(task.key)
+            self._num_bytes -= self._file_bytes(task.key)
             return False
         if outcome.error is None:
             self._counts["num_corrupted"] += 1
@@ -363,7 +395,9 @@ class DiskTier:
 
     def _on_deleted(self, task: _Delete, outcome: _Outcome) -> None:
         # A file that cannot be deleted keeps its place, and its key stays busy so that no lookup finds it.
-        self._busy.difference_update(set(task.keys) - set(outcome.undeleted))
+        deleted = set(task.keys) - set(outcome.undeleted)
+        self._busy -= deleted
+        self._num_bytes -= sum(map(self._file_bytes, deleted))
         self._doomed.difference_update(task.keys)
         if not outcome.is_successful:
             self._on_failed("delete", outcome)
@@ -391,7 +425,7 @@ class DiskTier:
                 successful_keys=keys,
                 digests=tuple(record.successful[key] for key in keys),
                 is_promotion=job.is_promotion,
-                num_bytes=len(keys) * self._region.chunk_bytes,
+                num_bytes=sum(self._region.bytes_of(group) for group, _ in keys),
                 seconds=record.last_time - record.submitted,
             )
         )
@@ -401,9 +435,8 @@ class DiskTier:
         assert not self._busy & self._index.keys(), self._busy & self._index.keys()
         assert self._doomed <= self._busy, self._doomed - self._busy
         victims = [victim for task in self._tasks.values() if isinstance(task, _Store) for victim in task.victims]
-        assert len(victims) == self._num_victims, (victims, self._num_victims)
-        num_places = len(self._index) + len(self._busy) - self._num_victims
-        assert num_places <= self._max_files, (num_places, self._max_files)
+        num_bytes = sum(map(self._file_bytes, (self._index.keys() | self._busy) - set(victims)))
+        assert num_bytes == self._num_bytes <= self._max_bytes, (num_bytes, self._num_bytes, self._max_bytes)
         loads = Counter(task.key for task in self._tasks.values() if isinstance(task, _Load))
         assert +self._loading == loads, (self._loading, loads)
         num_left = sum(record.num_left for record in self._jobs.values())
