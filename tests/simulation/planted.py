@@ -199,12 +199,13 @@ def _report_as_tiers(original: Original, self: Any, finished: Any) -> KVConnecto
     return KVConnectorOutput(tuple(map(renamed, original(self, finished).reports)))
 
 
-def _publish_current_state(original: Original, self: Any, holding: Any) -> None:
+def _publish_current_state(original: Original, self: Any, request: Any) -> tuple[int, int]:
+    holding = self._holdings[request.request_id]
     last = len(holding.tables[0]) - 1
     for number, group in enumerate(self._groups):
         if group.spec.is_recurrent and last > 0 and len(holding.request.block_hashes) >= last:
             holding.tables[number][holding.num_computed - 1] = holding.tables[number][last]
-    original(self, holding)
+    return original(self, request)
 
 
 BUGS = (
@@ -224,7 +225,7 @@ BUGS = (
     bug(
         "the state of an unfinished block is published",
         "recurrent",
-        changes(f"{_KV}._publish_last_state", _publish_current_state),
+        changes(f"{_KV}.publish_last_state", _publish_current_state),
     ),
     bug(
         "there is no room for the state before drafts",

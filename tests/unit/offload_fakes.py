@@ -89,7 +89,7 @@ class FakeTier:
                     self._events.stored(key)
                 self.bytes[key] = (bytes(chunk), attached)
                 successful[key] = attached
-        num_bytes = sum(len(self._region.chunk(0)) for _ in successful)
+        num_bytes = sum(self._region.bytes_of(group) for group, _ in successful)
         keys, digests = tuple(successful), tuple(successful.values())
         return JobResult(job.job_id, keys, digests, job.is_promotion, num_bytes, seconds=0.0)
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv_transfer.digest import SAMPLED_ONE_IN, Attestation
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
+from penstock.kv_transfer.offload.messages import StateChunks
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.utils.digest import DIGEST_BYTES, digest
 from penstock.utils.errors import ConfigError
@@ -64,6 +66,38 @@ def test_chunks_of_a_region_do_not_overlap() -> None:
     for outside in (-1, 1 << 10):
         with pytest.raises(AssertionError):
             region.chunk(outside)
+
+
+@pytest.mark.parametrize(("block_bytes", "state_bytes"), [(100, 3 * mmap.PAGESIZE), (mmap.PAGESIZE, 100), (100, 100)])
+def test_chunks_of_two_sizes_in_one_region(block_bytes: int, state_bytes: int) -> None:
+    states = StateChunks(group=1, num_chunks=3, chunk_bytes=state_bytes)
+    region = OffloadRegion(5, block_bytes, states)
+    attached = OffloadRegion.attach(region.memory, block_bytes, states)
+    assert (attached.num_chunks, attached.num_chunk_ids) == (5, 8)
+    assert (region.bytes_of(0), region.bytes_of(1), region.bytes_of(2)) == (block_bytes, state_bytes, block_bytes)
+    for number in range(8):
+        region.chunk(number)[:] = bytes([number + 1]) * len(region.chunk(number))
+    for number in range(8):
+        num_bytes = state_bytes if number >= 5 else block_bytes
+        assert attached.chunk(number) == bytes([number + 1]) * num_bytes
+        if num_bytes % mmap.PAGESIZE == 0:
+            address = np.frombuffer(region.chunk(number), np.uint8).ctypes.data
+            assert address % mmap.PAGESIZE == 0, "a disk could not bypass the page cache"
+    with pytest.raises(AssertionError):
+        region.chunk(8)
+
+
+def test_memory_of_both_sizes_is_populated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    populated: list[int] = []
+    monkeypatch.setattr(SharedMemory, "populate", lambda self, start, num_bytes: populated.append(start))
+    states = StateChunks(group=1, num_chunks=1 << 10, chunk_bytes=MIB)
+    region = OffloadRegion(1 << 10, MIB, states)
+    region.chunk((1 << 10) + 200)
+    region.chunk(200)
+    region._thread.shutdown()
+    blocks = {start - (1 << 30) for start in populated if start >= 1 << 30}
+    assert max(blocks) == 456 * MIB, "states far ahead do not count as those of blocks"
+    assert max(start for start in populated if start < 1 << 30) == 456 * MIB
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager
+from penstock.kv_transfer.offload.messages import StateChunks
 from penstock.kv_transfer.offload.policies import LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers import chunk_file
@@ -514,6 +515,92 @@ def test_the_manager_with_a_disk_tier(tmp_path: Path) -> None:
     manager.shutdown()
 
 
+STATES = StateChunks(group=1, num_chunks=8, chunk_bytes=4 * CHUNK)
+STATE_FILE = HEAD + STATES.chunk_bytes
+
+
+class TwoSizes:
+    """A tier for blocks of tokens, group 0, and states, group 1."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self.region = OffloadRegion(8, CHUNK, STATES)
+        self.tier = DiskTier(DiskTierConfig(path, num_bytes), FINGERPRINT, self.region)
+
+    def move(self, keys: Sequence[OffloadKey], is_promotion: bool) -> JobResult:
+        chunk_ids = tuple(8 * key[0] + place % 8 for place, key in enumerate(keys))
+        for key, chunk_id in zip(keys, chunk_ids, strict=True):
+            chunk = self.region.chunk(chunk_id)
+            chunk[:] = bytes(len(chunk)) if is_promotion else content(key, len(chunk))
+        job = TransferJob(1, tuple(keys), chunk_ids, (None,) * len(keys), is_promotion)
+        assert self.tier.submit_load(job) if is_promotion else self.tier.submit_store(job)
+        self.tier.check_integrity()
+        self.tier.drain_jobs()
+        self.tier.check_integrity()
+        assert sum(file.stat().st_size for file in files(self.path)) == self.tier._num_bytes <= self.tier._max_bytes
+        (result,) = self.tier.get_finished_jobs()
+        for key, chunk_id in zip(keys, chunk_ids, strict=True):
+            if key in result.successful_keys:
+                chunk = self.region.chunk(chunk_id)
+                assert chunk == content(key, len(chunk))
+        return result
+
+    def present(self) -> list[tuple[int, int]]:
+        return [
+            (group, number) for group in range(2) for number in range(20) if self.tier.lookup(make_key(number, group))
+        ]
+
+
+def test_files_of_two_sizes_share_a_limit_in_bytes(tmp_path: Path) -> None:
+    disk = TwoSizes(tmp_path, STATE_FILE + 6 * FILE)
+    blocks, states = [make_key(n) for n in range(6)], [make_key(n, 1) for n in range(3)]
+    assert disk.move(blocks, is_promotion=False).num_bytes == 6 * CHUNK
+    assert disk.move(states[:1], is_promotion=False).num_bytes == STATES.chunk_bytes
+    assert {file.stat().st_size for file in files(tmp_path)} == {FILE, STATE_FILE}
+    # A state needs the room of three blocks.
+    disk.tier.touch([states[0]])
+    disk.move(states[1:2], is_promotion=False)
+    assert disk.present() == [(0, 3), (0, 4), (0, 5), (1, 0), (1, 1)]
+    # The oldest files leave, whatever their size.
+    disk.tier.touch(blocks)
+    disk.move([make_key(9)], is_promotion=False)
+    assert disk.present() == [(0, 3), (0, 4), (0, 5), (0, 9), (1, 1)]
+    stats = disk.tier.stats()
+    assert (stats.num_bytes_stored, stats.num_evicted) == (7 * CHUNK + 2 * STATES.chunk_bytes, 4)
+    disk.tier.shutdown()
+
+
+def test_a_restart_finds_files_of_two_sizes_in_their_order(tmp_path: Path) -> None:
+    disk = TwoSizes(tmp_path, 20 * STATE_FILE)
+    wanted = [make_key(1), make_key(1, 1), make_key(2), make_key(2, 1)]
+    for age, key in enumerate(wanted):
+        disk.move([key], is_promotion=False)
+        (file,) = (file for file in files(tmp_path) if file.name == f"{key[0]}-{key[1].hex()}.kv")
+        os.utime(file, (1e9 + age, 1e9 + age))
+    disk.tier.shutdown()
+    second = TwoSizes(tmp_path, 20 * STATE_FILE)
+    result = second.move(wanted, is_promotion=True)
+    assert result.successful_keys == tuple(wanted)
+    assert result.num_bytes == second.tier.stats().num_bytes_loaded == 2 * (CHUNK + STATES.chunk_bytes)
+    second.tier.shutdown()
+    for age, key in enumerate(wanted):
+        (file,) = (file for file in files(tmp_path) if file.name == f"{key[0]}-{key[1].hex()}.kv")
+        os.utime(file, (1e9 + age, 1e9 + age))
+    third = TwoSizes(tmp_path, STATE_FILE + FILE)
+    assert third.present() == [(0, 2), (1, 2)]
+    # Of a damaged state nothing is loaded, and its place is free again.
+    (file,) = (file for file in files(tmp_path) if file.name.startswith("1-"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert third.move(wanted[2:], is_promotion=True).successful_keys == (wanted[2],)
+    assert third.present() == [(0, 2)]
+    # So is that of a state that someone else has deleted.
+    third.move([wanted[1]], is_promotion=False)
+    next(file for file in files(tmp_path) if file.name.startswith("1-")).unlink()
+    assert third.move([wanted[1]], is_promotion=True).successful_keys == ()
+    assert third.present() == [(0, 2)]
+    third.tier.shutdown()
+
+
 def test_configuration_errors_name_the_option(tmp_path: Path) -> None:
     region = OffloadRegion(1, CHUNK)
     (tmp_path / "file").write_text("")
@@ -521,3 +608,5 @@ def test_configuration_errors_name_the_option(tmp_path: Path) -> None:
         DiskTier(DiskTierConfig(tmp_path / "file", 10 * FILE), FINGERPRINT, region)
     with pytest.raises(ConfigError, match="capacity_bytes"):
         DiskTier(DiskTierConfig(tmp_path, FILE - 1), FINGERPRINT, region)
+    with pytest.raises(ConfigError, match=f"at least {FILE + STATE_FILE}, one chunk and one state"):
+        TwoSizes(tmp_path, FILE + STATE_FILE - 1)

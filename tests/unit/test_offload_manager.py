@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, StoredChunk
+from penstock.kv_transfer.offload.messages import StateChunks
 from penstock.kv_transfer.offload.policies import ARCPolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import OffloadEvent
@@ -19,7 +20,9 @@ from penstock.utils.digest import digest
 from tests.unit.offload_fakes import CHUNK_BYTES, FakeTier, content, make_key
 
 NUM_CHUNKS = 5
-PROMPTS = [[make_key(10 * prompt + place) for place in range(4)] for prompt in range(3)]
+STATES = StateChunks(group=1, num_chunks=2, chunk_bytes=3 * CHUNK_BYTES)
+NUM_ALL = NUM_CHUNKS + STATES.num_chunks
+PROMPTS = [[make_key(10 * prompt + place, prompt // 3) for place in range(4)] for prompt in range(4)]
 KEYS = [key for prompt in PROMPTS for key in prompt]
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 
@@ -30,8 +33,13 @@ picks = st.integers(0, 1000)
 rarely = st.sampled_from([False] * 7 + [True])
 
 
+def whole(key: OffloadKey) -> bytes:
+    """Returns the content of the key's chunk, which is larger for a state."""
+    return content(key, STATES.chunk_bytes if key[0] == STATES.group else CHUNK_BYTES)
+
+
 def write(region: OffloadRegion, key: OffloadKey, chunk_id: int) -> None:
-    region.chunk(chunk_id)[:] = content(key)
+    region.chunk(chunk_id)[:] = whole(key)
 
 
 class Replay:
@@ -51,15 +59,15 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 999), arc=st.booleans(), delays=st.integers(0, 2), reliable=st.booleans())
     def start(self, seed: int, arc: bool, delays: int, reliable: bool) -> None:
         chance = random.Random(seed)
-        self.region = OffloadRegion(NUM_CHUNKS, CHUNK_BYTES)
+        self.region = OffloadRegion(NUM_CHUNKS, CHUNK_BYTES, STATES)
         succeeds = (lambda key: True) if reliable else (lambda key: chance.random() < 0.6)
         self.tiers = [
             FakeTier(self.region, succeeds, num_delays=delays, max_jobs=3),
             FakeTier(self.region, succeeds, medium="SLOW", num_delays=3),
         ]
-        policy = ARCPolicy(NUM_CHUNKS) if arc else LRUPolicy()
-        self.manager = OffloadingManager(NUM_CHUNKS, policy, self.tiers, 4, 3)
-        self.policy = policy
+        self.policies = [ARCPolicy(count) if arc else LRUPolicy() for count in (NUM_CHUNKS, STATES.num_chunks)]
+        policy, state_policy = self.policies
+        self.manager = OffloadingManager(NUM_CHUNKS, policy, self.tiers, 4, 3, STATES, state_policy)
         self.stores: list[tuple[OffloadKey, int]] = []
         self.loads: list[list[tuple[OffloadKey, StoredChunk]]] = []
         self.stale: set[OffloadKey] = set()
@@ -159,29 +167,30 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def the_index_is_consistent(self) -> None:
         self.manager.check_integrity()
-        if isinstance(self.policy, ARCPolicy):
-            self.policy.check_integrity()
+        for policy in self.policies:
+            if isinstance(policy, ARCPolicy):
+                policy.check_integrity()
         stats = self.manager.stats
         parts = (stats.num_free, stats.num_stored, stats.num_being_written, stats.num_pinned)
         assert min(parts) >= 0, stats
-        assert sum(parts) == NUM_CHUNKS, stats
+        assert sum(parts) == NUM_ALL, stats
 
     @invariant()
     def loadable_chunks_have_the_content_of_their_keys(self) -> None:
         for key in KEYS:
             if self.manager.lookup(key) is HIT:
                 chunk = self.manager._chunks[key]
-                assert self.region.chunk(chunk.chunk_id) == content(key)
+                assert self.region.chunk(chunk.chunk_id) == whole(key)
                 assert chunk.digest in (None, digest(content(key)))
         for tier in self.tiers:
             for key, (data, _) in tier.bytes.items():
-                assert data == content(key)
+                assert data == whole(key)
 
     @invariant()
     def chunks_that_are_being_loaded_do_not_change(self) -> None:
         for load in self.loads:
             for key, chunk in load:
-                assert self.region.chunk(chunk.chunk_id) == content(key)
+                assert self.region.chunk(chunk.chunk_id) == whole(key)
 
     def teardown(self) -> None:
         """When all jobs have ended, nothing is pinned, and a reset frees every chunk."""
@@ -196,7 +205,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not self.manager.has_pending_work
         assert self.manager.stats.num_pinned == self.manager.stats.num_being_written == 0
         self.manager.reset()
-        assert self.manager.stats.num_free == NUM_CHUNKS
+        assert self.manager.stats.num_free == NUM_ALL
         self.take_events()
         assert not any(self.replay.keys.values())
 
@@ -211,8 +220,8 @@ def test_a_long_storm(seed: int) -> None:
     chance = random.Random(seed)
     machine = ManagerMachine()
     machine.start(seed=seed, arc=bool(seed % 2), delays=seed % 3, reliable=seed < 3)
-    for _ in range(1000):
-        prompt, length, pick = chance.choice(PROMPTS), chance.randint(1, 4), chance.randrange(1000)
+    for _ in range(1500):
+        prompt, length, pick = chance.choice(PROMPTS), chance.randint(1, 4), chance.randrange(1500)
         act, arguments = chance.choice(
             [
                 (machine.begin_store, (prompt, length)),
@@ -270,6 +279,38 @@ def test_a_chunk_is_found_only_when_it_is_complete() -> None:
     assert manager.prepare_load([key]) == [StoredChunk(0, b"d" * 16)]
     manager.complete_load([key])
     manager.check_integrity()
+
+
+def test_states_and_blocks_of_tokens_do_not_evict_each_other() -> None:
+    states = StateChunks(group=1, num_chunks=2, chunk_bytes=3 * CHUNK_BYTES)
+    manager = OffloadingManager(3, LRUPolicy(), states=states, state_policy=LRUPolicy())
+
+    def store(group: int, *numbers: int) -> list[int]:
+        stores = manager.prepare_store([(make_key(number, group), place) for place, number in enumerate(numbers)])
+        for key, _ in stores:
+            manager.complete_store(key, None, success=True)
+        manager.check_integrity()
+        return [chunk_id for _, chunk_id in stores]
+
+    def present(group: int) -> list[int]:
+        return [number for number in range(9) if manager.lookup(make_key(number, group)) is HIT]
+
+    assert store(0, 0, 1, 2) == [0, 1, 2]
+    assert store(1, 0) == [3]
+    assert store(1, 1) == [4]
+    assert store(1, 2) == [3], "the oldest state leaves"
+    assert (present(0), present(1)) == ([0, 1, 2], [1, 2])
+    assert store(0, 5, 6) == [1, 2]
+    assert (present(0), present(1)) == ([0, 5, 6], [1, 2])
+    manager.touch([make_key(1, 1), make_key(0, 0)])
+    store(1, 3)
+    store(0, 7)
+    assert (present(0), present(1)) == ([0, 5, 7], [1, 3])
+    stats = manager.stats
+    assert (stats.num_chunks, stats.num_free, stats.num_stored, stats.num_evicted) == (5, 0, 5, 5)
+    manager.reset()
+    manager.check_integrity()
+    assert manager.stats.num_free == 5
 
 
 def test_a_failed_store_leaves_no_entry() -> None:

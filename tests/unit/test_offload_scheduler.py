@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from penstock.kv_transfer.connector import NO_MATCH, PENDING
 from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, Prompt
+from penstock.kv_transfer.offload.messages import StateChunks
 from penstock.kv_transfer.offload.policies import LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
@@ -24,6 +25,7 @@ from penstock.utils.digest import add_digests, digest
 from tests.unit.offload_fakes import CHUNK_BYTES, FakeTier, make_key
 
 SPEC = KVCacheSpec.keys_and_values(1, 1, "float32")
+STATE = KVCacheSpec.states(1, 8, 0, 1)
 # Four tokens, the size of a block.
 WINDOW = KVCacheSpec.keys_and_values(1, 1, "float32", sliding_window=4)
 HIT, MISS, PENDING_KEY = LookupResult.HIT, LookupResult.MISS, LookupResult.PENDING
@@ -172,6 +174,31 @@ def test_blocks_that_were_loaded_wrong_are_forgotten() -> None:
     assert scheduler.counters()["num_corrupted"] == 3
     assert manager.stats.num_pinned == 0
     scheduler.check_integrity()
+
+
+def test_states_have_their_own_room_and_are_needed_at_the_end() -> None:
+    states = StateChunks(group=1, num_chunks=2, chunk_bytes=96)
+    manager = OffloadingManager(9, LRUPolicy(), states=states, state_policy=LRUPolicy())
+    scheduler = make_scheduler(manager, groups=(SPEC, STATE))
+    first = add_request(scheduler, "first", 3)
+    scheduler.on_blocks_complete(first, ([5, 6, 7], [NULL_BLOCK, 8, NULL_BLOCK]), 0, 3)
+    # At the request's end, the state after its last whole block can be stored too.
+    scheduler.on_blocks_complete(first, ([5, 6, 7], [NULL_BLOCK, 8, 9]), 2, 3)
+    (job,) = scheduler.build_connector_meta(SchedulerOutput(step=1)).stores
+    found = [(block.group, block.block_id, block.chunk_id) for block in job.blocks]
+    assert found == [(0, 5, 0), (0, 6, 1), (0, 7, 2), (1, 8, 9), (1, 9, 10)]
+    report(scheduler, job.job_id, 0, *[digest(b"part")] * 5)
+    second = add_request(scheduler, "second", 3)
+    scheduler.update_state_after_alloc(second, load_of("second"), ((1, 2, 3), (NULL_BLOCK, NULL_BLOCK, 4)), 0, 12)
+    (load,) = scheduler.build_connector_meta(SchedulerOutput(step=2)).loads
+    assert [(block.group, block.chunk_id) for block in load.blocks] == [(0, 0), (0, 1), (0, 2), (1, 10)]
+    report(scheduler, load.job_id, 0)
+    # Without the last state only two blocks are of use, and without the other one none.
+    third = add_request(scheduler, "third", 3)
+    for state, num_tokens in ((2, 8), (1, 0)):
+        manager.mark_bad((1, make_key(state)[1]))
+        assert scheduler.get_num_new_matched_tokens(third, 0).num_tokens == num_tokens
+    manager.check_integrity()
 
 
 def test_blocks_outside_of_a_window_are_neither_stored_nor_loaded() -> None:

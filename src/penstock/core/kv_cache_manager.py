@@ -222,6 +222,25 @@ class KVCacheManager:
         holding.num_computed = end
         return first, end
 
+    def publish_last_state(self, request: Request) -> tuple[int, int]:
+        """Publishes the state after the last whole block: the next request of a conversation begins with it. Nothing
+        may be computed afterwards.
+
+        Returns the range [first, end) of that block, which is empty if the state was published earlier.
+        """
+        holding = self._holdings[request.request_id]
+        last = holding.num_computed - 1
+        is_new = False
+        for number, group in enumerate(self._groups):
+            if not (group.spec.is_recurrent and self._enable_prefix_caching) or last < 0:
+                continue
+            block_id, key = holding.tables[number][last], (number, request.block_hashes[last])
+            if block_id != NULL_BLOCK and not self.pool.is_published(block_id) and self.pool.publish(block_id, key):
+                self._recorder.on_stored(request, number, [last])
+                holding.published[number][last] = block_id
+                is_new = True
+        return last, last + is_new
+
     def _num_stored_tokens(self, request: Request) -> int:
         """Returns the tokens that every group has stored: a state is that before the drafts of the last step."""
         return request.num_processed_tokens - (request.num_last_accepted if self._has_states else 0)
@@ -282,10 +301,9 @@ class KVCacheManager:
 
     def release(self, request: Request, fence: int) -> None:
         """Takes all blocks from a request; they stay untouched until step `fence` has been processed."""
+        self.publish_last_state(request)
         holding = self._holdings.pop(request.request_id)
         self._end_computing(holding, holding.num_to_publish)
-        if self._has_states and self._enable_prefix_caching:
-            self._publish_last_state(holding)
         for table in holding.tables:
             self.pool.release(table, fence)
 
@@ -296,16 +314,6 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Removes all cached prefixes; returns False, and does nothing, while any request holds blocks."""
         return self.pool.clear_cache()
-
-    def _publish_last_state(self, holding: _Holding) -> None:
-        """Publishes the state after the last whole block: the next request of a conversation begins with it."""
-        last = holding.num_computed - 1
-        for number, group in enumerate(self._groups):
-            if not group.spec.is_recurrent or last < 0:
-                continue
-            block_id, key = holding.tables[number][last], (number, holding.request.block_hashes[last])
-            if block_id != NULL_BLOCK and not self.pool.is_published(block_id) and self.pool.publish(block_id, key):
-                self._recorder.on_stored(holding.request, number, [last])
 
     def _lacks_blocks(self, holding: _Holding, num_tokens: int) -> bool:
         return bool(holding.tables) and len(holding.tables[0]) < cdiv(num_tokens, self.block_size)

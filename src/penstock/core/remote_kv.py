@@ -311,6 +311,10 @@ class RemoteKV:
 
     def finish(self, request: Request, block_ids: BlockIds, reason: FinishReason) -> Mapping[str, Any] | None:
         """Ends a request, whose blocks the connector may continue to read. Returns the parameters for the response."""
+        if block_ids:
+            first, end = self._kv.publish_last_state(request)
+            if first < end:
+                self._connector.on_blocks_complete(request, self._kv.published_blocks(request), first, end)
         result = self._connector.request_finished(request, block_ids, reason)
         if result.action is FinishAction.HOLD and block_ids:
             self._held.add(request.hold_id)

@@ -198,9 +198,10 @@ class SchedulerConnector(Protocol):
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         """Reports that blocks [first, end) of the request's table hold final KV of final tokens in all layers.
 
-        Blocks before `first` were reported earlier or found in the engine's cache. The table is valid during the call
-        only. Reads that the next step's metadata requests happen before that step writes anything. The layers include a
-        speculator's.
+        Blocks before `first` were reported earlier or found in the engine's cache. Of recurrent layers, the table has
+        only the states that other requests may begin with; the last one becomes one of them at the request's end, so
+        that its block is reported again then. The table is valid during the call only. Reads that the next step's
+        metadata requests happen before that step writes anything. The layers include a speculator's.
         """
         ...
 

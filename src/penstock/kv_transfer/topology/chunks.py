@@ -72,7 +72,7 @@ class ChunkFormat:
         recurrent = [number for number, group in enumerate(cache.groups) if group.spec.is_recurrent]
         self.state_group = recurrent[0] if recurrent else None
         self.state_bytes = _chunk_bytes(ends.pop(recurrent[0])) if recurrent else 0
-        self.chunk_bytes = _chunk_bytes(max(ends, default=0))
+        self.chunk_bytes = _chunk_bytes(max(ends))
 
     def table(self, group: int, chunk: memoryview) -> np.ndarray:  # [num_units, DIGEST_BYTES] uint8
         start = self.table_starts[group]
