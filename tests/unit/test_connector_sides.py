@@ -22,9 +22,10 @@ from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
 from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
-from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.kv_transfer.offload.messages import OffloadSetup, StateChunks
 from penstock.kv_transfer.p2p import connector as p2p_connector
-from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from penstock.kv_transfer.topology.chunks import ChunkFormat
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.messages.kv_transfer import (
     NO_OUTPUT,
@@ -93,6 +94,30 @@ assert bytes(region.chunk(0)[:3]) == b"abc"
     subprocess.run([sys.executable, "-c", code], input=msgspec.msgpack.encode(setup), check=True)
     assert bytes(part._region.chunk(part._region.num_chunks - 1)) == b"w" * setup.chunk_bytes
     part.shutdown()
+
+
+@pytest.mark.parametrize(("num_states", "share"), [(25, 0.5), (75, 0.75), (0, 0.0)])
+def test_the_memory_of_the_tier_is_divided_as_the_cache_is(num_states: int, share: float) -> None:
+    # A block has 2 KiB, and a state 8.
+    specs = (KVCacheSpec.keys_and_values(4, 16, "float32"), KVCacheSpec.states(4, 512, 0, 4))
+    groups = tuple(KVCacheGroup((f"layer{number}",), spec) for number, spec in enumerate(specs))
+    cache = KVCacheConfig(100, 4, groups, num_states=num_states)
+    chunks = ChunkFormat(cache)
+    assert chunks.chunk_bytes < 2200 < 8192 < chunks.state_bytes < 8300
+    least = chunks.chunk_bytes + chunks.state_bytes
+    for num_bytes in (least - 1, least, least + 1000, 2 * least, 1 << 20):
+        options = {**OFFLOADING, "kv_connector_extra_config": {"cpu_bytes_to_use": num_bytes}}
+        if num_bytes < least:
+            with pytest.raises(ConfigError, match=f"at least {least}"):
+                make_scheduler_connector(context(cache=cache, **options))
+            continue
+        part: Any = make_scheduler_connector(context(cache=cache, **options))
+        states = part.worker_setup().states
+        of_blocks = part._region.num_chunks * chunks.chunk_bytes
+        assert states == StateChunks(1, max(1, int(num_bytes * share) // chunks.state_bytes), chunks.state_bytes)
+        of_states = states.num_chunks * chunks.state_bytes
+        assert num_bytes - chunks.chunk_bytes < of_blocks + of_states <= num_bytes
+        part.shutdown()
 
 
 def test_shared_memory_ends_with_its_creator() -> None:

@@ -1,0 +1,119 @@
+"""The tiers of models with recurrent layers: a restarted engine continues where a stored state is, and nowhere else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import ConfigError, SamplingParams
+from tests.integration.checkpoints import COMMON, make_checkpoint
+from tests.integration.test_disaggregation import complete
+from tests.integration.test_identity_families import MAX_TOKENS, Answer, answer, engine
+from tests.integration.test_kv_connectors import offloading
+
+FAMILY = "qwen3.5"
+BLOCK = 16
+NUM_PROMPT_TOKENS = 70
+# States are stored at the last whole block of the prompt, and at that of the answer, whose last token is not computed.
+AFTER_PROMPT, AFTER_ANSWER = 64, 80
+assert (NUM_PROMPT_TOKENS + MAX_TOKENS - 1) // BLOCK * BLOCK == AFTER_ANSWER
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0, logprobs=3)
+
+
+@dataclass
+class Conversation:
+    """The first turn's KV is in `folder`; `wanted` is the answer to the second one without any cache."""
+
+    path: Path
+    folder: Path
+    second: list[int]
+    wanted: Answer
+
+
+@pytest.fixture(scope="module")
+def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
+    made = tmp_path_factory.mktemp("hybrid")
+    path, folder = made / FAMILY, made / "kv"
+    make_checkpoint(FAMILY, made, torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    first, question = (
+        torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist()
+        for length in (NUM_PROMPT_TOKENS, 9)
+    )
+    llm = engine(path, enable_prefix_caching=True, kv_transfer_config=offloading(disk_path=str(folder)))
+    second = [*first, *complete(llm, first, PARAMS).outputs[0].token_ids, *question]
+    llm.check_integrity()
+    llm.shutdown()
+    plain = engine(path)
+    wanted = answer(complete(plain, second, PARAMS))
+    plain.shutdown()
+    return Conversation(path, folder, second, wanted)
+
+
+def state_files(folder: Path) -> list[Path]:
+    """Returns the files of states, in the order in which they were written."""
+    return sorted(folder.glob("*-states/*.kv"), key=lambda file: file.stat().st_mtime_ns)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_states_and_blocks_of_tokens_have_files_of_their_own_sizes(conversation: Conversation) -> None:
+    states = state_files(conversation.folder)
+    blocks = [file for file in conversation.folder.glob("*/*.kv") if file not in states]
+    assert (len(blocks), len(states)) == (AFTER_ANSWER // BLOCK, 2)
+    (block_bytes,) = {file.stat().st_size for file in blocks}
+    (state_bytes,) = {file.stat().st_size for file in states}
+    assert state_bytes > block_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "num_bad", "num_cached", "arguments"),
+    [
+        (None, 0, AFTER_ANSWER, {}),
+        (None, 0, AFTER_ANSWER, {"tensor_parallel_size": 2, "async_scheduling": True}),
+        (Path.unlink, 1, AFTER_PROMPT, {}),
+        (flip_a_bit, 1, AFTER_PROMPT, {"async_scheduling": True}),
+        (Path.unlink, 2, 0, {}),
+        (flip_a_bit, 2, 0, {}),
+    ],
+    ids=["intact", "ranks", "one is missing", "one is damaged", "all are missing", "all are damaged"],
+)
+def test_a_restarted_engine_continues_at_the_last_stored_state(
+    conversation: Conversation,
+    tmp_path: Path,
+    change: Callable[[Path], None] | None,
+    num_bad: int,
+    num_cached: int,
+    arguments: dict[str, Any],
+) -> None:
+    folder = tmp_path / "kv"
+    shutil.copytree(conversation.folder, folder)
+    for file in state_files(folder)[::-1][:num_bad]:
+        assert change is not None
+        change(file)
+    connector = offloading(disk_path=str(folder))
+    llm = engine(conversation.path, enable_prefix_caching=True, kv_transfer_config=connector, **arguments)
+    found = complete(llm, conversation.second, PARAMS)
+    assert answer(found) == conversation.wanted
+    assert found.num_cached_tokens == num_cached
+    stats = llm.stats()
+    assert stats.remote_kv.num_tokens == num_cached
+    assert stats.connector["num_loads"] == (num_cached // BLOCK + 1 if num_cached else 0)
+    assert stats.connector["STORAGE.num_corrupted"] == (num_bad if change is flip_a_bit else 0)
+    llm.check_integrity()
+    llm.shutdown()
+
+
+def test_a_memory_tier_that_is_too_small_for_a_state(conversation: Conversation) -> None:
+    with pytest.raises(ConfigError, match=r"at least \d+, the bytes of one KV block and one state"):
+        engine(conversation.path, enable_prefix_caching=True, kv_transfer_config=offloading(cpu_bytes_to_use=1 << 12))
