@@ -412,6 +412,11 @@ BUGS = (
     bug("a finished request keeps its row", "row_reuse", changes(f"{_SCHEDULER}._finish", _keep_finished_row)),
     bug("loads alternate with a request that needs their blocks", "offload_hungry", skips(f"{_REMOTE}.on_starved")),
     bug("a load never unpins what it has read", "offload", skips(f"{_MANAGER}.complete_load")),
+    bug(
+        "a block of tokens gets the chunk of a state",
+        "offload_recurrent",
+        changes(f"{_MANAGER}._room", lambda original, self, key: self._rooms[-1]),
+    ),
     bug("a tier returns a key's bytes without comparing the digest", "offload_wrong_bytes", _NO_DIGESTS),
     bug(
         "blocks are copied out after the forward pass that reuses them",
