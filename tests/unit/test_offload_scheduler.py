@@ -193,11 +193,18 @@ def test_states_have_their_own_room_and_are_needed_at_the_end() -> None:
     (load,) = scheduler.build_connector_meta(SchedulerOutput(step=2)).loads
     assert [(block.group, block.chunk_id) for block in load.blocks] == [(0, 0), (0, 1), (0, 2), (1, 10)]
     report(scheduler, load.job_id, 0)
-    # Without the last state only two blocks are of use, and without the other one none.
+    # Of states used at the same time the first one leaves.
+    other = add_request(scheduler, "other", 1, start=50)
+    scheduler.on_blocks_complete(other, ([6], [7]), 0, 1)
+    (job,) = scheduler.build_connector_meta(SchedulerOutput(step=3)).stores
+    assert [(block.group, block.chunk_id) for block in job.blocks] == [(0, 3), (1, 9)]
+    report(scheduler, job.job_id, 0, *[digest(b"part")] * 2)
+    assert [manager.lookup((1, make_key(number)[1])) for number in (1, 2, 50)] == [MISS, HIT, HIT]
+    # Without its last state the prompt is of no use, because the earlier one has left.
     third = add_request(scheduler, "third", 3)
-    for state, num_tokens in ((2, 8), (1, 0)):
-        manager.mark_bad((1, make_key(state)[1]))
-        assert scheduler.get_num_new_matched_tokens(third, 0).num_tokens == num_tokens
+    assert scheduler.get_num_new_matched_tokens(third, 0).num_tokens == 12
+    manager.mark_bad((1, make_key(2)[1]))
+    assert scheduler.get_num_new_matched_tokens(third, 0) == NO_MATCH
     manager.check_integrity()
 
 

@@ -198,12 +198,10 @@ class OffloadingManager:
     def promote(self, keys: Sequence[OffloadKey], first_place: int = 0) -> int:
         """Starts to promote keys, each from the first tier that has it.
 
-        `keys` are consecutive blocks of one prompt, the first with block number `first_place`. Returns how many of
+        `keys` are consecutive blocks of one prompt, at least one, the first at `first_place`. Returns how many of
         them, from the head, are now here or being promoted; it stops where no tier has the key, where no chunk can be
         freed, or at the limit of concurrent promotions.
         """
-        if not keys:
-            return 0
         room = self._room(keys[0])
         wanted: dict[OffloadKey, tuple[int, SecondaryTierManager]] = {}
         for place, key in enumerate(keys, first_place):

@@ -206,8 +206,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         if not keys or not self._is_worth_it(state, keys, length - first):
             state.promoting_since = None
             return NO_MATCH
-        for place, of_group in self._needed(request.block_hashes, first, length):
-            self._manager.promote(of_group, place)
+        for start, of_group in self._needed(request.block_hashes, first, length):
+            if of_group:
+                self._manager.promote(of_group, self._place(of_group[0][0], start))
         if any(self._manager.lookup(key) is LookupResult.PENDING for key in keys):
             if state.promoting_since is None:
                 state.promoting_since = self._clock.now()
@@ -218,6 +219,12 @@ class OffloadingScheduler(NullSchedulerConnector):
             state.promoting_since = None
             return NO_MATCH
         return Match((length - first) * size, is_async=True)
+
+    def _place(self, group: int, index: int) -> int:
+        """Returns the place of a block in its prompt: of KV the tail leaves a tier first, of states the head, because
+        the next turn of a conversation begins at the last one.
+        """
+        return -index if group in self._state_groups else index
 
     def _is_here(self, key: OffloadKey) -> bool:
         return self._manager.lookup(key) is LookupResult.HIT
@@ -323,7 +330,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         blocks: list[StoreBlock] = []
         keys: list[OffloadKey] = []
         for offer in offers:
-            offered = [(key, index) for key, (_, index) in offer.blocks.items()]
+            offered = [(key, self._place(key[0], index)) for key, (_, index) in offer.blocks.items()]
             for key, chunk_id in self._manager.prepare_store(offered, offer.prompt):
                 blocks.append(StoreBlock(key[0], offer.blocks[key][0], chunk_id, self._attestation.covers(key)))
                 keys.append(key)
