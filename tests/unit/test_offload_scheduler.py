@@ -194,6 +194,7 @@ def test_states_have_their_own_room_and_are_needed_at_the_end() -> None:
     assert [(block.group, block.chunk_id) for block in load.blocks] == [(0, 0), (0, 1), (0, 2), (1, 10)]
     report(scheduler, load.job_id, 0)
     # Of states used at the same time the first one leaves.
+    scheduler.request_finished(first, (), FinishReason.LENGTH)
     other = add_request(scheduler, "other", 1, start=50)
     scheduler.on_blocks_complete(other, ([6], [7]), 0, 1)
     (job,) = scheduler.build_connector_meta(SchedulerOutput(step=3)).stores
