@@ -15,7 +15,7 @@ from penstock.kv_transfer.transports.base import PeerId
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId, TransferReport, TransferStatus
 from penstock.simulation.memory_transport import MemoryFabric
-from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
+from penstock.simulation.oracle import RECURRENT, OracleMemory, StateLimits, cache_config, make_layers
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
 
@@ -52,6 +52,20 @@ def test_a_peer_in_whose_order_nothing_can_be_digested_is_refused() -> None:
     WorkerJobs("epoch", own, 1).register(hello(layout), is_source=True)
     with pytest.raises(PeerError, match=r"axes \['head', 'kv'\] that the other engine's order"):
         WorkerJobs("epoch", own, 1).register(hello(with_unknown_layer(layout)), is_source=True)
+
+
+def test_engines_with_recurrent_layers_and_other_block_sizes_are_refused() -> None:
+    def layout(block_size: int) -> KVLayout:
+        layers = make_layers((0, RECURRENT), 1, has_drafter=False)
+        config = cache_config(layers, 4, block_size, 2, StateLimits(3))
+        return OracleMemory(config, RANK, range(2)).layout
+
+    own = {RANK: Shard(RANK, layout(4), b"")}
+    WorkerJobs("epoch", own, 2).register(hello(layout(4)), is_source=True)
+    with pytest.raises(
+        PeerError, match=r"block_size is 4 here and 8 in the other engine: models with recurrent layers"
+    ):
+        WorkerJobs("epoch", own, 2).register(hello(layout(8)), is_source=True)
 
 
 def connect_now(connect: Callable[[], PeerId]) -> Future[PeerId]:

@@ -1,0 +1,86 @@
+"""A prefix of a hybrid that is partly here and partly elsewhere: every division gives the tokens of a plain run.
+
+Other engines have answered otherwise when a part of a prefix was local and the rest external, above all with recurrent
+layers, whose state at the wrong position is no error that anyone sees.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from tests.integration.checkpoints import COMMON, make_qwen_mtp_checkpoint
+from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
+from tests.integration.test_identity_families import MTP, Answer, answer, engine
+from tests.integration.test_kv_connectors import offloading
+
+BLOCK_SIZE, NUM_TOKENS = 16, 86
+NUM_BLOCKS = (NUM_TOKENS - 1) // BLOCK_SIZE
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+PROMPT = torch.randint(COMMON["vocab_size"], (NUM_TOKENS,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen_mtp_checkpoint("qwen3.5", tmp_path_factory.mktemp("splits"), torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Answer:
+    llm = engine(model)
+    found = answer(complete(llm, PROMPT, PARAMS))
+    llm.shutdown()
+    return found
+
+
+def run_prefix(llm: LLM, num_blocks: int) -> None:
+    """Lets the engine compute so many whole blocks of the prompt, and keep the state at their end."""
+    if num_blocks:
+        complete(llm, PROMPT[: num_blocks * BLOCK_SIZE + 1], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("drafts", [None, MTP], ids=["plain", "drafts"])
+def test_local_and_remote(model: Path, plain: Answer, drafts: dict[str, Any] | None) -> None:
+    common: dict[str, Any] = {"enable_prefix_caching": True, "speculative_config": drafts}
+    prefill, decode = (
+        engine(model, kv_transfer_config=transfer_config(role), **common) for role in ("kv_producer", "kv_consumer")
+    )
+    for num_local in range(NUM_BLOCKS + 1):
+        assert decode.reset_prefix_cache()
+        run_prefix(decode, num_local)
+        found = disaggregated(prefill, decode, PROMPT, PARAMS)
+        assert answer(found) == plain, f"{num_local} blocks are local"
+        assert found.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE
+    assert decode.stats().connector["p2p_consumer_completed"] == NUM_BLOCKS, "all but the last division load"
+    for llm in (prefill, decode):
+        llm.check_integrity()
+        llm.shutdown()
+
+
+@pytest.mark.parametrize("has_disk", [False, True], ids=["memory", "disk"])
+def test_local_and_tier(model: Path, plain: Answer, tmp_path: Path, has_disk: bool) -> None:
+    config = offloading(**({"disk_path": str(tmp_path)} if has_disk else {}))
+    llm = engine(model, kv_transfer_config=config, enable_prefix_caching=True)
+    assert answer(complete(llm, PROMPT, PARAMS)) == plain
+    for num_local in range(NUM_BLOCKS + 1):
+        assert llm.reset_prefix_cache()
+        run_prefix(llm, num_local)
+        found = complete(llm, PROMPT, PARAMS)
+        assert answer(found) == plain, f"{num_local} blocks are local"
+        assert found.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE
+    assert llm.stats().connector["num_loads"] > 0
+    llm.check_integrity()
+    llm.shutdown()
+
+
+def test_a_connector_that_never_hits_changes_nothing(model: Path, plain: Answer) -> None:
+    llm = engine(model, kv_transfer_config=offloading(), speculative_config=MTP, enable_prefix_caching=True)
+    for _ in range(2):
+        assert answer(complete(llm, PROMPT, PARAMS)) == plain
+        assert llm.reset_prefix_cache(reset_connector=True)
+    assert llm.stats().connector["num_loads"] == 0
+    llm.shutdown()
