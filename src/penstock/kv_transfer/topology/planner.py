@@ -248,8 +248,8 @@ def _sort_and_merge(parts: Sequence[np.ndarray]) -> np.ndarray:
 def merge(runs: np.ndarray) -> np.ndarray:
     """Joins neighbours that are contiguous by every column of offsets; the last column is bytes.
 
-    No run crosses from one region into the next: the bytes at the start of a region are in a layer's NULL_BLOCK or in
-    no block, and are never in a run.
+    A run may cross from one region into the next, as memory of states has no NULL_BLOCK at its start: transports cut it
+    there (`AddressSpace`).
     """
     joins = np.ones(max(0, len(runs) - 1), np.bool_)
     for column in range(runs.shape[1] - 1):
