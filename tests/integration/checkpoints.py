@@ -347,6 +347,7 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**GQA, "model_type": "qwen3_vl_text", "rope_parameters": _MROPE},
         {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_5": ({**CHECKPOINTS["qwen3.5"][1], "model_type": "qwen3_5_text"}, _QWEN_VISION),
     "qwen2_5_vl": (
         {
             "model_type": "qwen2_5_vl_text",
