@@ -70,6 +70,10 @@ DELTA = {
     "linear_value_head_dim": 32,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+CONV = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 DELTA_EXPERTS = {
     "num_experts": 10,
     "num_experts_per_tok": 3,
@@ -169,6 +173,21 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GQA, "no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 21},
     ),
     # Hybrids: a stage of two may have no attention.
+    "lfm2": ("lfm2", {**GQA, **CONV, "block_multiple_of": 16, "tie_word_embeddings": True}),
+    # Its first layer is dense.
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            **GQA,
+            **CONV,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3.5": ("qwen3_5_text", {**GQA, **DELTA, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**GQA, **DELTA, **DELTA_EXPERTS}),
     "qwen3-next": ("qwen3_next", {**GQA, **DELTA, **DELTA_EXPERTS, "mlp_only_layers": [1]}),

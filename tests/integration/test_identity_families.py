@@ -53,9 +53,11 @@ FAMILIES = (
     "qwen3.5",
     "qwen3.5-moe",
     "qwen3-next",
+    "lfm2",
+    "lfm2-moe",
 )
 # Those with recurrent layers: both engines must have the same block size.
-HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
+HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe")
 NUM_EXPERTS = {
     "qwen3-moe": 9,
     "mixtral": 5,
@@ -64,6 +66,7 @@ NUM_EXPERTS = {
     "glm-flash": 10,
     "gpt-oss": 6,
     "qwen3.5-moe": 10,
+    "lfm2-moe": 7,
 }
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash", "qwen3.5", "qwen3.5-moe")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.attention.backend import AttentionBackend, AttentionMetadata
+from penstock.kernels.recurrent import StateRequests
 from penstock.utils.layer_hooks import NO_HOOKS, LayerHooks
 
 
@@ -23,6 +24,13 @@ class ForwardContext:
     attention: AttentionBackend
     hooks: LayerHooks = NO_HOOKS
     draft_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def state_requests(self, name: str) -> StateRequests:
+        """Returns the requests of the recurrent layer `name`."""
+        metadata = self.metadata[name]
+        assert metadata.states is not None, f"the group of {name} has no states"
+        table, starts, lengths = metadata.block_table, metadata.query_start_loc, metadata.seq_lens
+        return StateRequests(table, starts, lengths, metadata.states, self.draft_inputs.get(name))
 
 
 @dataclass(frozen=True, slots=True)

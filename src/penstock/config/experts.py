@@ -39,6 +39,7 @@ class ExpertsConfig:
     top_groups: int = 1
     group_score: str = BEST
     scaling: float = 1.0
+    least_sum: float = 1e-20  # added to a sum of sigmoids by which weights are divided: all of them may be zero
     has_correction_bias: bool = False  # added to the scores for the choice alone
     has_router_bias: bool = False
     shared_intermediate_size: int = 0  # of the MLP that every token passes through; 0: there is none
@@ -84,6 +85,21 @@ def _read_mixtral(raw: Mapping[str, Any]) -> ExpertsConfig:
         top_k=read_count(raw, "num_experts_per_tok", 2),
         intermediate_size=read_count(raw, "intermediate_size"),
         sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
+    )
+
+
+def _read_lfm2(raw: Mapping[str, Any]) -> ExpertsConfig:
+    num_dense = read_count(raw, "num_dense_layers", least=0)
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=read_count(raw, "num_experts_per_tok"),
+        intermediate_size=read_count(raw, "moe_intermediate_size"),
+        sparse_layers=tuple(layer >= num_dense for layer in range(read_count(raw, "num_hidden_layers"))),
+        scores=SIGMOID,
+        renormalizes=bool(raw.get("norm_topk_prob", True)),
+        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        least_sum=1e-6,
+        has_correction_bias=bool(raw.get("use_expert_bias", True)),
     )
 
 
@@ -152,6 +168,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig]] = {
     "deepseek_v3": _read_deepseek,
     "glm4_moe_lite": _read_deepseek,
     "gpt_oss": _read_gpt_oss,
+    "lfm2_moe": _read_lfm2,
 }
 
 

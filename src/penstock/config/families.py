@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.fields import read_count
-from penstock.config.recurrent import LINEAR, has_recurrent_layers, recurrent_layer_types
+from penstock.config.recurrent import LINEAR, recurrent_kind, recurrent_layer_types
 from penstock.config.rope import FULL, SLIDING, smollm3_unrotated
 from penstock.utils.errors import ConfigError
 
@@ -37,6 +37,7 @@ _SPARSE_QWEN: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
+_LFM2: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "tie_word_embeddings": True}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {
         "tie_word_embeddings": True,
@@ -76,6 +77,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
+    "lfm2": {**_LFM2, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
+    "lfm2_moe": {**_LFM2, "num_dense_layers": 2, "num_experts_per_tok": 4},
     "ministral3": {"rms_norm_eps": 1e-5, "head_dim": 128},
     "modernbert": {
         "vocab_size": 50368,
@@ -121,6 +124,8 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
     "gemma2": {"use_bidirectional_attention": (None, False)},
     "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
+    "lfm2": {"conv_bias": (None, False)},
+    "lfm2_moe": {"conv_bias": (None, False)},
     "modernbert": {"norm_bias": (None, False), "rope_scaling": (None,)},
     "olmo2": {"clip_qkv": (None,)},
     "olmo3": {"clip_qkv": (None,)},
@@ -170,7 +175,22 @@ def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, allowed in _REFUSED.get(model_type, {}).items():
         if raw.get(name) not in allowed:
             raise ConfigError(f"{name} of a {model_type} must be {allowed[-1]}, got {raw[name]!r}")
-    return {**_DEFAULTS.get(model_type, {}), **raw}
+    filled = {**_DEFAULTS.get(model_type, {}), **raw}
+    return {**filled, **_lfm2_fields(filled)} if model_type in ("lfm2", "lfm2_moe") else filled
+
+
+def _lfm2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that LFM2's published files have under names of their own, or from which they are computed."""
+    found: dict[str, Any] = {"tie_word_embeddings": raw.get("tie_embedding", raw["tie_word_embeddings"])}
+    if raw["model_type"] == "lfm2":
+        inner = read_count(raw, "block_ff_dim" if raw.get("block_ff_dim") is not None else "intermediate_size")
+        if raw["block_auto_adjust_ff_dim"]:
+            inner = int(2 * inner / 3)
+            if raw["block_ffn_dim_multiplier"] is not None:
+                step = read_count(raw, "block_multiple_of")
+                inner = -(-int(raw["block_ffn_dim_multiplier"] * inner) // step) * step
+        found["intermediate_size"] = inner
+    return found
 
 
 def read_activation(raw: Mapping[str, Any]) -> str:
@@ -191,13 +211,13 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
     if given:
         if len(given) != num_layers:
             raise ConfigError(f"layer_types names {len(given)} layers of {num_layers}")
-        served = (FULL, LINEAR) if has_recurrent_layers(raw) else (FULL, SLIDING)
+        served = (FULL, recurrent_kind(raw) or SLIDING)
         unknown = next((kind for kind in given if kind not in served), None)
         if unknown is not None:
             raise ConfigError(f"layer_types of a {raw['model_type']} may name {' and '.join(served)}, got {unknown!r}")
-        return tuple(given)
+        return tuple(LINEAR if kind == recurrent_kind(raw) else kind for kind in given)
     model_type = raw["model_type"]
-    if has_recurrent_layers(raw):
+    if recurrent_kind(raw):
         return recurrent_layer_types(raw, num_layers, FULL)
     if not read_window(raw):
         return (FULL,) * num_layers

@@ -30,7 +30,7 @@ from penstock.config.families import (
 )
 from penstock.config.latent import LatentConfig, read_latent
 from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
-from penstock.config.recurrent import LINEAR, DeltaSizes, read_delta
+from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, read_conv, read_delta
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.utils.errors import ConfigError
 
@@ -72,7 +72,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
-    delta: DeltaSizes | None = None  # of the recurrent layers
+    delta: DeltaSizes | None = None  # of the recurrent layers, if they are gated delta nets
+    conv: ConvSizes | None = None  # the same for gated short convolutions
     recurrent_layers: tuple[int, ...] = ()
     quantization: QuantizationConfig | None = None
     attn_logit_softcapping: float = 0.0
@@ -205,6 +206,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         latent=latent,
         experts=read_experts(raw),
         delta=read_delta(raw),
+        conv=read_conv(raw),
         recurrent_layers=tuple(layer for layer, kind in enumerate(layer_types) if kind == LINEAR),
         quantization=quantization,
         attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),
@@ -249,4 +251,4 @@ def _read_epsilon(raw: Mapping[str, Any], encoder: EncoderConfig | None) -> floa
     """Returns the epsilon of the norms, which families spell differently."""
     if encoder is not None:
         return encoder.layer_norm_eps
-    return float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or 1e-6)
+    return float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or raw.get("norm_eps") or 1e-6)

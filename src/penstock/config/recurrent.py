@@ -5,6 +5,7 @@ Only this module knows which model types have recurrent layers, and how their fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ LINEAR = "linear_attention"
 """The name of a recurrent layer in `layer_types`."""
 
 _WITH_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+_WITH_CONV = ("lfm2", "lfm2_moe")
+_MOST_CHANNELS = 64  # of a short convolution that are a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,38 @@ class DeltaSizes:
         return self.unit + 2 * self.group
 
 
-def has_recurrent_layers(raw: Mapping[str, Any]) -> bool:
-    """Returns whether some layers of the model type are recurrent."""
-    return raw["model_type"] in _WITH_DELTA
+@dataclass(frozen=True, slots=True)
+class ConvSizes:
+    """The sizes of a gated short convolution (`kernels.short_conv`), whose channels are divided into heads."""
+
+    heads: int
+    width: int  # channels of a head
+    taps: int
+
+    def of(self, heads: range) -> ConvSizes:
+        """Returns the sizes of these heads."""
+        return replace(self, heads=len(heads))
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a head's state."""
+        return (self.taps - 1) * self.width
+
+
+def recurrent_kind(raw: Mapping[str, Any]) -> str | None:
+    """Returns what the model type's `layer_types` call a recurrent layer; None if it has none."""
+    return LINEAR if raw["model_type"] in _WITH_DELTA else "conv" if raw["model_type"] in _WITH_CONV else None
 
 
 def recurrent_layer_types(raw: Mapping[str, Any], num_layers: int, attention: str) -> tuple[str, ...]:
-    """Returns the kinds of layers of a model that does not name them: every so many have attention."""
+    """Returns the kinds of layers of a model that does not name them: those listed or every so many have attention."""
+    if raw["model_type"] in _WITH_CONV:
+        listed = raw.get("full_attn_idxs")
+        return tuple(attention if listed is None or layer in listed else LINEAR for layer in range(num_layers))
     interval = read_count(raw, "full_attention_interval", 4)
     return tuple(LINEAR if (layer + 1) % interval else attention for layer in range(num_layers))
 
@@ -87,3 +115,14 @@ def read_delta(raw: Mapping[str, Any]) -> DeltaSizes | None:
             f"linear_num_key_heads ({sizes.key_heads})"
         )
     return sizes
+
+
+def read_conv(raw: Mapping[str, Any]) -> ConvSizes | None:
+    """Reads the contents of a `config.json`; None if the model type has no short convolutions. Raises ConfigError for
+    impossible numbers.
+    """
+    if raw["model_type"] not in _WITH_CONV:
+        return None
+    hidden = read_count(raw, "hidden_size")
+    width = math.gcd(hidden, _MOST_CHANNELS)
+    return ConvSizes(hidden // width, width, read_count(raw, "conv_L_cache", 3, least=2))

@@ -23,7 +23,7 @@ import torch
 
 from penstock.config.recurrent import DeltaSizes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
-from penstock.kernels.recurrent import StateRequests, StateSpan
+from penstock.kernels.recurrent import STATE_ARGUMENTS, StateRequests, StateSpan
 from penstock.kernels.sigmoid import sigmoid_reference
 
 _LANES, _MOST_KEYS, _MOST_TAPS, _MOST_HISTORY = 16, 256, 8, 16384  # of the native kernel
@@ -66,7 +66,7 @@ class GatedDelta:
         self.conv = conv.T.contiguous()  # [taps, C]
         self.decay, self.dt_bias, self.norm = a_log.exp(), dt_bias.contiguous(), norm.contiguous()
         native = library() if _is_native(sizes) else None
-        self._run = native.function("gated_delta", "pppppppnpppppnnnni") if native is not None else None
+        self._run = native.function("gated_delta", f"ppp{STATE_ARGUMENTS}ni") if native is not None else None
         numbers = (self.conv, self.decay, self.dt_bias, self.norm)
         assert all(each.dtype == torch.float32 for each in numbers), [each.dtype for each in numbers]
         self._descriptor = _Descriptor(
@@ -88,32 +88,19 @@ class GatedDelta:
         requests: StateRequests,
     ) -> torch.Tensor:
         """Returns [T, V E]. The requests' states are stored, and the inputs of their drafts kept."""
-        sizes, rows = self.sizes, requests.state_rows
+        sizes = self.sizes
         assert qkv.shape[1] == sizes.channels and gates.shape[1] == sizes.value_heads * (sizes.value_size + 2), sizes
-        assert states.shape[1:] == (sizes.key_heads, sizes.head_size) and states.dtype == torch.float32, states.shape
+        assert states.shape[1:] == (sizes.key_heads, sizes.head_size), states.shape
         if self._run is None:
             return gated_delta_reference(self, qkv, gates, states, requests)
-        assert qkv.is_contiguous() and gates.is_contiguous() and states.is_contiguous(), "strided inputs"
+        assert qkv.is_contiguous() and gates.is_contiguous(), "strided inputs"
         assert qkv.dtype == gates.dtype, (qkv.dtype, gates.dtype)
-        drafts = requests.draft_inputs
         out = qkv.new_empty((len(qkv), sizes.value_heads * sizes.value_size))
         self._run(
             self._address,
             qkv.data_ptr(),
             gates.data_ptr(),
-            _pointer(drafts),
-            out.data_ptr(),
-            states.data_ptr(),
-            requests.block_table.data_ptr(),
-            requests.block_table.stride(0),
-            requests.query_start_loc.data_ptr(),
-            requests.seq_lens.data_ptr(),
-            _pointer(rows.rows),
-            _pointer(rows.num_pending),
-            _pointer(rows.num_drafts),
-            len(requests.seq_lens),
-            rows.block_size,
-            0 if drafts is None else drafts.shape[1],
+            *requests.arguments(out, states),
             num_threads(),
             DTYPE_CODES[qkv.dtype],
         )
@@ -124,10 +111,6 @@ def _is_native(sizes: DeltaSizes) -> bool:
     is_whole = sizes.key_size % _LANES == 0 and sizes.value_size % _LANES == 0
     history = (sizes.taps - 1) * sizes.unit
     return is_whole and sizes.key_size <= _MOST_KEYS and sizes.taps <= _MOST_TAPS and history <= _MOST_HISTORY
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def gated_delta_reference(

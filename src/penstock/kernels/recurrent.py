@@ -13,8 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+
+STATE_ARGUMENTS = "ppppnpppppnnn"
+"""The letters of `StateRequests.arguments` (`kernels.native`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,25 @@ class StateRequests:
     seq_lens: torch.Tensor  # [R] int32: tokens up to the last of the step's
     state_rows: StateRows
     draft_inputs: torch.Tensor | None = None  # [rows, most drafts, inputs of a token]: this layer's
+
+    def arguments(self, out: torch.Tensor, states: torch.Tensor) -> tuple[Any, ...]:
+        """Returns a native kernel's arguments from the drafts' inputs on: those, its output, states and requests."""
+        assert out.is_contiguous() and states.is_contiguous(), "strided outputs"
+        assert states.dtype == torch.float32, states.dtype
+        drafts, given = self.draft_inputs, self.state_rows
+        return (
+            None if drafts is None else drafts.data_ptr(),
+            out.data_ptr(),
+            states.data_ptr(),
+            self.block_table.data_ptr(),
+            self.block_table.stride(0),
+            self.query_start_loc.data_ptr(),
+            self.seq_lens.data_ptr(),
+            *(None if each is None else each.data_ptr() for each in (given.rows, given.num_pending, given.num_drafts)),
+            len(self.seq_lens),
+            given.block_size,
+            0 if drafts is None else drafts.shape[1],
+        )
 
     def spans(self) -> Iterator[StateSpan]:
         """Yields the requests that have rows in this step."""

@@ -17,8 +17,6 @@ from penstock.kernels.dispatch import triton_module, uses_triton
 from penstock.kernels.native import NativeLibrary, library, num_threads
 from penstock.kernels.sigmoid import sigmoid_reference
 
-# Added to the sum of sigmoids by which weights are divided: all of them may be zero.
-_LEAST_SUM = 1e-20
 _SCORE_CODES = {SOFTMAX: 0, SIGMOID: 1, TOP_K_SOFTMAX: 2}
 
 
@@ -100,7 +98,7 @@ def route_reference(
 
 def least_sum(config: ExpertsConfig) -> float:
     """Returns what is added to the sum of a token's weights before they are divided by it."""
-    return _LEAST_SUM if config.scores == SIGMOID else 0.0
+    return config.least_sum if config.scores == SIGMOID else 0.0
 
 
 def top_k(scores: torch.Tensor, count: int) -> torch.Tensor:

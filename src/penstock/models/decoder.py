@@ -68,6 +68,7 @@ class Architecture:
     attention_name: str = "self_attn"  # the prefix of the attention's weights
     recurrent: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention] | None = None
     recurrent_name: str = "linear_attn"  # the same for layers that have a recurrence in its place
+    end_norm: str = "norm"  # the name of the norm after the last layer
     is_parallel: bool = False  # the feed-forward part reads what the attention reads
 
 
@@ -136,7 +137,7 @@ class Decoder:
         self.architecture = architecture
         self.config = config
         self.aux_layers = aux_layers
-        weights, inner = _find_decoder(weights, has_logits)
+        weights, inner = _find_decoder(weights, has_logits, f"{architecture.end_norm}.weight")
         self.rotary = RotaryTables(config.rotary_dim, config.max_position_embeddings, weights.device)
         ropes = [config.layer_rope(layer) for layer in self.stage.layers]
         if None in ropes:
@@ -164,7 +165,7 @@ class Decoder:
             self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
-            norm = architecture.read_norm(inner, "norm", config.hidden_size, config.rms_norm_eps)
+            norm = architecture.read_norm(inner, architecture.end_norm, config.hidden_size, config.rms_norm_eps)
             self._end = DecoderEnd(norm, _make_head(config, weights, inner, self._embedding) if has_logits else None)
 
     @property
@@ -237,8 +238,8 @@ class DecoderEnd:
     head: GatheredLinear | None
 
 
-def _find_decoder(weights: Weights, has_logits: bool) -> tuple[Weights, Weights]:
-    """Returns the views of the output head and of all other tensors.
+def _find_decoder(weights: Weights, has_logits: bool, known: str) -> tuple[Weights, Weights]:
+    """Returns the views of the output head and of all other tensors, of which `known` is one.
 
     In a multimodal checkpoint they are below `language_model`, which transformers writes into `model` since version 5.
     """
@@ -248,7 +249,7 @@ def _find_decoder(weights: Weights, has_logits: bool) -> tuple[Weights, Weights]
         (weights, inner / "language_model"),
         (weights / "language_model", weights / "language_model" / "model"),
     ):
-        if found.has("norm.weight"):
+        if found.has(known):
             return head, found
     return weights, inner if has_logits else weights
 

@@ -44,11 +44,16 @@ from penstock.utils.errors import ConfigError
 from penstock.utils.shared_memory import SharedMemory, create_memory
 
 
-def sparse_mlp(config: ModelConfig, weights: Weights, layer: int) -> FeedForward:
+def sparse_mlp(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    dense: Callable[[ModelConfig, Weights, int], FeedForward] = dense_mlp,
+) -> FeedForward:
     """The experts of a layer, or its MLP if it is a dense one."""
     assert config.experts is not None, f"{config.model_type} has no experts"
     if not config.experts.is_sparse(layer):
-        return dense_mlp(config, weights, layer)
+        return dense(config, weights, layer)
     return Experts(config, weights)
 
 
@@ -61,10 +66,15 @@ class _Names:
     up: str
     down: str
     router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
 
 
-# The second are Mixtral's.
-_LAYOUTS = (_Names("mlp", "gate_proj", "up_proj", "down_proj"), _Names("block_sparse_moe", "w1", "w3", "w2"))
+# The second are Mixtral's, the third LFM2's.
+_LAYOUTS = (
+    _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    _Names("block_sparse_moe", "w1", "w3", "w2"),
+    _Names("feed_forward", "w1", "w3", "w2", correction="expert_bias"),
+)
 _GPT_OSS = _Names("mlp", "gate_proj", "up_proj", "down_proj", router="router")
 
 
@@ -86,7 +96,7 @@ class Experts:
         # The CPU's kernels multiply in the model's dtype and do not round the sums.
         self._router_dtype = torch.float32 if has_gpu_kernels(weights.device) else weights.dtype
         self.router_logits = _read_router(experts, hidden, replace(weights, dtype=self._router_dtype), names.router)
-        self.route = Router(experts, _read_correction(experts, weights))
+        self.route = Router(experts, _read_correction(experts, weights, names.correction))
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
         self.shared = _SharedMLP(config, weights) if experts.shared_intermediate_size else None
@@ -276,10 +286,10 @@ def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights, name: st
     return weights.linear_of(name, weights.tensor(f"{name}.weight", experts.num_experts, hidden), bias, is_wide=True)
 
 
-def _read_correction(experts: ExpertsConfig, weights: Weights) -> torch.Tensor | None:
+def _read_correction(experts: ExpertsConfig, weights: Weights, name: str) -> torch.Tensor | None:
     if not experts.has_correction_bias:
         return None
-    return replace(weights, dtype=torch.float32).tensor("gate.e_score_correction_bias", experts.num_experts)
+    return replace(weights, dtype=torch.float32).tensor(name, experts.num_experts)
 
 
 def _load_experts(

@@ -17,7 +17,6 @@ from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.config.recurrent import DeltaSizes
 from penstock.kernels.gated_delta import GatedDelta
-from penstock.kernels.recurrent import StateRequests
 from penstock.layers.linear import Linear
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.weights import Weights
@@ -61,16 +60,8 @@ class GatedDeltaNet:
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         qkv, gates = self.qkv(x), self.gates(x)  # [T, own C], [T, own V E + 2 own V]
         context.hooks.wait_for_layer_load(self._name)
-        metadata, states = context.metadata[self._name], context.kv_caches[self._name]
-        assert metadata.states is not None, f"the group of {self._name} has no states"
-        requests = StateRequests(
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.states,
-            context.draft_inputs.get(self._name),
-        )
-        out = self._rule(qkv, gates, states.view(-1, self._sizes.key_heads, self._sizes.head_size), requests)
+        states = context.kv_caches[self._name].view(-1, self._sizes.key_heads, self._sizes.head_size)
+        out = self._rule(qkv, gates, states, context.state_requests(self._name))
         context.hooks.save_kv_layer(self._name)
         return self.out(out)
 

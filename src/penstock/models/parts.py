@@ -52,6 +52,7 @@ class AttentionVariant:
     out_bias: bool = True  # with `attention_bias`
     stored_as: str | None = None  # the name of the one tensor of queries, keys and values
     out: str = "o_proj"  # the name of the projection of the result
+    norm: str = "norm"  # the norms' names after "q_" and "k_"
     has_pairs: bool = False  # the rotated pairs are neighbours, not in halves
     head_norms: ReadNorm | None = None  # of every query head and every key head
     width_norms: ReadNorm | None = None  # of all query heads together, and of all key heads
@@ -81,11 +82,11 @@ class GroupedQueryAttention:
         queries, kv = (range(part.start * size, part.stop * size) for part in (own.queries, own.kv))
         norms: list[torch.Tensor] = []
         if variant.head_norms is not None:
-            norms = [variant.head_norms(weights, f"{name}_norm", size, eps).weight for name in ("q", "k")]
+            norms = [variant.head_norms(weights, f"{name}_{variant.norm}", size, eps).weight for name in ("q", "k")]
         self.width_norms: list[_WidthNorm] = []
         if variant.width_norms is not None:
             for name, parts in (("q", [each.queries for each in heads]), ("k", [each.kv for each in heads])):
-                norm = variant.width_norms(weights, f"{name}_norm", sizes[f"{name}_proj"], eps)
+                norm = variant.width_norms(weights, f"{name}_{variant.norm}", sizes[f"{name}_proj"], eps)
                 self.width_norms.append(_WidthNorm(norm, weights.group, parts, size))
         self.gate: Linear | None = None
         if variant.has_gate:
@@ -215,6 +216,7 @@ class GatedMLP:
         inner: int | None = None,
         stored_as: str | None = None,
         down: str = "down_proj",
+        gate_up: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> None:
         """`inner` is I, by default the configuration's. `stored_as` names the one tensor of gate and up."""
         hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
@@ -222,9 +224,7 @@ class GatedMLP:
             weights.check_on_cpu(f"the activation {config.activation}")
         self.activation = config.activation
         self._activate = _ACTIVATE[config.activation]
-        self.gate_up = weights.linear(
-            {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias, stored_as=stored_as
-        )
+        self.gate_up = weights.linear(dict.fromkeys(gate_up, inner), hidden, config.mlp_bias, stored_as=stored_as)
         self.down = weights.joining_linear(down, hidden, weights.share.sizes(inner), config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,13 @@ class GatedMLP:
 
 
 def dense_mlp(
-    config: ModelConfig, weights: Weights, layer: int, stored_as: str | None = None, down: str = "down_proj"
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    stored_as: str | None = None,
+    down: str = "down_proj",
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj"),
+    part: str = "mlp",
 ) -> GatedMLP:
-    """The feed-forward part of every layer of a model without experts, with the names of `GatedMLP`."""
-    return GatedMLP(config, weights / "mlp", stored_as=stored_as, down=down)
+    """The feed-forward part of every layer of a model without experts, with the names of `GatedMLP` in `part`."""
+    return GatedMLP(config, weights / part, stored_as=stored_as, down=down, gate_up=gate_up)

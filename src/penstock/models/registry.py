@@ -19,6 +19,7 @@ from penstock.models.gated_delta_net import GatedDeltaNet
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
+from penstock.models.short_conv import ShortConvLayer
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
 from penstock.utils.errors import ConfigError
@@ -35,6 +36,15 @@ _SANDWICH = NormNames(
     after_feed_forward="post_feedforward_layernorm",
 )
 _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_LFM2 = partial(
+    Architecture,
+    _attention(head_norms=rms_norm, norm="layernorm", out="out_proj"),
+    norms=NormNames("operator_norm", None, "ffn_norm", None),
+    recurrent=ShortConvLayer,
+    recurrent_name="conv",
+    end_norm="embedding_norm",
+)
+_LFM2_MLP = partial(dense_mlp, part="feed_forward", gate_up=("w1", "w3"), down="w2")
 _FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
 _QWEN2 = _attention(qkv_bias=True)
 _QWEN3 = _attention(head_norms=rms_norm)
@@ -87,6 +97,9 @@ MODELS = {
     "qwen3_next": Architecture(_GATED, sparse_mlp, rms_norm_from_one, recurrent=GatedDeltaNet),
     "qwen3_5_text": Architecture(_GATED, dense_mlp, rms_norm_from_one, recurrent=GatedDeltaNet),
     "qwen3_5_moe_text": Architecture(_GATED, sparse_mlp, rms_norm_from_one, recurrent=GatedDeltaNet),
+    # LFM2 (Liquid AI 2025, arXiv:2511.23404), dense and with experts: gated short convolutions, and a few attentions.
+    "lfm2": _LFM2(_LFM2_MLP),
+    "lfm2_moe": _LFM2(partial(sparse_mlp, dense=_LFM2_MLP)),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.
