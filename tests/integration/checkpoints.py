@@ -507,7 +507,7 @@ def save_random(config: Any, path: Path, kind: Any, dtype: torch.dtype, save: di
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             assert parameter.isfinite().all(), parameter_name
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(path, **(save or {}))
     return path
