@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig, GptOssConfig, MixtralConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
+    Lfm2MoeConfig,
+    MixtralConfig,
+)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
@@ -27,6 +35,19 @@ HIDDEN, LAYERS = 40, 2
 COMMON = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_experts_per_tok": 4, "num_attention_heads": 4}
 DEEPSEEK = {"moe_intermediate_size": 8, "routed_scaling_factor": 2.5, "n_routed_experts": 24}
 GROUPS = {"n_group": 6, "topk_group": 2}
+
+
+class _Lfm2Router(torch.nn.Module):
+    """The router with the bias that its layer has."""
+
+    def __init__(self, config: Lfm2MoeConfig) -> None:
+        super().__init__()
+        self.router = Lfm2MoeTopKRouter(config)
+        self.e_score_correction_bias = torch.nn.Buffer(torch.zeros(config.num_experts))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.router(hidden, self.e_score_correction_bias)
+
 
 # name -> transformers' configuration, its router, and fields of the configuration
 FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
@@ -47,6 +68,7 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteTopkRouter, {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "gpt_oss": (GptOssConfig, GptOssTopKRouter, {"num_local_experts": 19}),
+    "lfm2_moe": (Lfm2MoeConfig, _Lfm2Router, {"num_experts": 18, "routed_scaling_factor": 1.5}),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.families import NO_MULTIPLIERS, text_part
 from penstock.config.model import ModelConfig, parse_model_config
+from penstock.config.recurrent import ConvSizes
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
 from penstock.models.sources.dummy import DummySource
@@ -183,6 +184,24 @@ def test_a_window_that_hides_nothing() -> None:
     assert parse("phi3", sliding_window=511).layer_windows == (511,) * 8
 
 
+def test_the_fields_of_published_files_of_lfm2() -> None:
+    """Sizes before they are adjusted, under the names of their first release, and without `layer_types`."""
+    fields = {"block_ff_dim": 12288, "hidden_size": 2048, "norm_eps": 1e-4, "tie_embedding": False}
+    config = parse("lfm2", **fields, full_attn_idxs=[2, 5])
+    assert (config.intermediate_size, config.rms_norm_eps, config.tie_word_embeddings) == (8192, 1e-4, False)
+    assert config.recurrent_layers == (0, 1, 3, 4, 6, 7)
+    assert config.conv == ConvSizes(heads=32, width=64, taps=3)
+    assert config.rope.theta == 1e6
+    assert parse("lfm2", intermediate_size=1000, block_auto_adjust_ff_dim=False).intermediate_size == 1000
+    # 0.5 * 666 = 333, in whole hundreds.
+    adjusted = {"intermediate_size": 1000, "block_ffn_dim_multiplier": 0.5, "block_multiple_of": 100}
+    assert parse("lfm2", **adjusted).intermediate_size == 400
+    assert parse("lfm2", intermediate_size=1000, block_ffn_dim_multiplier=None).intermediate_size == 666
+    assert parse("lfm2", layer_types=["conv"] * 7 + ["full_attention"]).recurrent_layers == tuple(range(7))
+    # Every layer has attention where nothing is said.
+    assert parse("lfm2").recurrent_layers == ()
+
+
 def test_an_encoder_s_epsilon() -> None:
     assert parse("modernbert", layer_norm_eps=1e-12, norm_eps=1e-6).rms_norm_eps == 1e-6
     assert parse("cohere2", layer_norm_eps=1e-4).rms_norm_eps == 1e-4
@@ -199,6 +218,14 @@ def test_an_encoder_s_epsilon() -> None:
             {"layer_types": ["linear_attention"] * 8},
             "layer_types of a olmo3 may name .*, got 'linear_attention'",
         ),
+        (
+            "lfm2",
+            {"layer_types": ["linear_attention"] * 8},
+            "layer_types of a lfm2 may name full_attention and conv, got 'lin",
+        ),
+        ("lfm2", {"conv_bias": True}, "conv_bias of a lfm2 must be False, got True"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2, got 1"),
+        ("lfm2_moe", {"conv_bias": True}, "conv_bias of a lfm2_moe must be False, got True"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 8"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),
         ("mistral", {"sliding_window": -1}, "sliding_window must not be negative, got -1"),
