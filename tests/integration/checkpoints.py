@@ -74,6 +74,20 @@ CONV = {
     "layer_types": ["conv", "full_attention", "conv"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
+GRANITE4 = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 136,
+    "mamba_n_heads": 6,
+    # Of three ranks one has heads of both.
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 3.0,
+    "tie_word_embeddings": True,
+}
 DELTA_EXPERTS = {
     "num_experts": 10,
     "num_experts_per_tok": 3,
@@ -165,6 +179,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
+    ),
+    "granite4": ("granitemoehybrid", {**GQA, **GRANITE4}),
+    "granite4-rotated": (
+        "granitemoehybrid",
+        {**GQA, **GRANITE4, "mamba_n_groups": 1, "mamba_conv_bias": False, "position_embedding_type": "rope"},
     ),
     # Its second layer has no rotation.
     "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),

@@ -55,9 +55,10 @@ FAMILIES = (
     "qwen3-next",
     "lfm2",
     "lfm2-moe",
+    "granite4",
 )
 # Those with recurrent layers: both engines must have the same block size.
-HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe")
+HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4")
 NUM_EXPERTS = {
     "qwen3-moe": 9,
     "mixtral": 5,

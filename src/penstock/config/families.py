@@ -37,6 +37,12 @@ _SPARSE_QWEN: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 _LFM2: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "tie_word_embeddings": True}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {
@@ -71,12 +77,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "sliding_window_pattern": 2,
     },
-    "granite": {
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
+    "granitemoehybrid": {**_GRANITE, "shared_intermediate_size": 1024},
+    "granite": _GRANITE,
     "lfm2": {**_LFM2, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
     "lfm2_moe": {**_LFM2, "num_dense_layers": 2, "num_experts_per_tok": 4},
     "ministral3": {"rms_norm_eps": 1e-5, "head_dim": 128},
@@ -124,6 +126,12 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
     "gemma2": {"use_bidirectional_attention": (None, False)},
     "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
+    "granitemoehybrid": {
+        "num_local_experts": (0,),
+        "position_embedding_type": (None, "nope", "rope"),
+        "mamba_proj_bias": (None, False),
+        "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
+    },
     "lfm2": {"conv_bias": (None, False)},
     "lfm2_moe": {"conv_bias": (None, False)},
     "modernbert": {"norm_bias": (None, False), "rope_scaling": (None,)},
@@ -176,6 +184,8 @@ def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw.get(name) not in allowed:
             raise ConfigError(f"{name} of a {model_type} must be {allowed[-1]}, got {raw[name]!r}")
     filled = {**_DEFAULTS.get(model_type, {}), **raw}
+    if model_type == "granitemoehybrid":
+        return {**filled, "intermediate_size": filled["shared_intermediate_size"]}
     return {**filled, **_lfm2_fields(filled)} if model_type in ("lfm2", "lfm2_moe") else filled
 
 
@@ -212,6 +222,8 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
         if len(given) != num_layers:
             raise ConfigError(f"layer_types names {len(given)} layers of {num_layers}")
         served = (FULL, recurrent_kind(raw) or SLIDING)
+        if raw["model_type"] == "granitemoehybrid":
+            given = [{"mamba": LINEAR, "attention": FULL}.get(kind, kind) for kind in given]
         unknown = next((kind for kind in given if kind not in served), None)
         if unknown is not None:
             raise ConfigError(f"layer_types of a {raw['model_type']} may name {' and '.join(served)}, got {unknown!r}")
@@ -264,7 +276,7 @@ def read_soft_cap(raw: Mapping[str, Any], name: str) -> float:
 def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> MultipliersConfig:
     """Reads the fields of the families that have such numbers; `rope` has the parameters of the rotation."""
     model_type = raw["model_type"]
-    if model_type == "granite":
+    if model_type in ("granite", "granitemoehybrid"):
         return MultipliersConfig(
             embedding=float(raw["embedding_multiplier"]),
             residual=float(raw["residual_multiplier"]),

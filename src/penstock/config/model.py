@@ -30,7 +30,7 @@ from penstock.config.families import (
 )
 from penstock.config.latent import LatentConfig, read_latent
 from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
-from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, read_conv, read_delta
+from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, MambaSizes, read_conv, read_delta, read_mamba
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.utils.errors import ConfigError
 
@@ -74,6 +74,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     delta: DeltaSizes | None = None  # of the recurrent layers, if they are gated delta nets
     conv: ConvSizes | None = None  # the same for gated short convolutions
+    mamba: MambaSizes | None = None  # the same for Mamba2
     recurrent_layers: tuple[int, ...] = ()
     quantization: QuantizationConfig | None = None
     attn_logit_softcapping: float = 0.0
@@ -207,6 +208,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         experts=read_experts(raw),
         delta=read_delta(raw),
         conv=read_conv(raw),
+        mamba=read_mamba(raw),
         recurrent_layers=tuple(layer for layer, kind in enumerate(layer_types) if kind == LINEAR),
         quantization=quantization,
         attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),

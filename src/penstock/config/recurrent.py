@@ -18,6 +18,7 @@ LINEAR = "linear_attention"
 
 _WITH_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _WITH_CONV = ("lfm2", "lfm2_moe")
+_WITH_MAMBA = ("granitemoehybrid",)
 _MOST_CHANNELS = 64  # of a short convolution that are a head
 
 
@@ -82,13 +83,63 @@ class ConvSizes:
         return (self.taps - 1) * self.width
 
 
+@dataclass(frozen=True, slots=True)
+class MambaSizes:
+    """The sizes of Mamba2 (`kernels.mamba2`), or of some of its heads: the first is number `offset` of its group."""
+
+    heads: int
+    group: int  # heads of a group, which share keys and queries
+    size: int  # features of a head
+    keys: int
+    taps: int
+    has_bias: bool = True  # of the convolution
+    offset: int = 0
+
+    def of(self, heads: range) -> MambaSizes:
+        """Returns the sizes of these heads."""
+        return replace(self, heads=len(heads), offset=heads.start % self.group)
+
+    @property
+    def groups(self) -> int:
+        """How many groups the heads belong to."""
+        return -(-(self.offset + self.heads) // self.group)
+
+    @property
+    def inner(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.size
+
+    @property
+    def unit(self) -> int:
+        """Channels of a head: its values, and its group's keys and queries."""
+        return self.size + 2 * self.keys
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.keys
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a head's state."""
+        return self.keys * self.size + (self.taps - 1) * self.unit
+
+    @property
+    def draft_inputs(self) -> int:
+        """Inputs of a head that are kept of a token that is a draft."""
+        return self.unit + 1
+
+
 def recurrent_kind(raw: Mapping[str, Any]) -> str | None:
     """Returns what the model type's `layer_types` call a recurrent layer; None if it has none."""
-    return LINEAR if raw["model_type"] in _WITH_DELTA else "conv" if raw["model_type"] in _WITH_CONV else None
+    if raw["model_type"] in _WITH_CONV:
+        return "conv"
+    return LINEAR if raw["model_type"] in (*_WITH_DELTA, *_WITH_MAMBA) else None
 
 
 def recurrent_layer_types(raw: Mapping[str, Any], num_layers: int, attention: str) -> tuple[str, ...]:
     """Returns the kinds of layers of a model that does not name them: those listed or every so many have attention."""
+    if raw["model_type"] in _WITH_MAMBA:
+        return (LINEAR,) * num_layers
     if raw["model_type"] in _WITH_CONV:
         listed = raw.get("full_attn_idxs")
         return tuple(attention if listed is None or layer in listed else LINEAR for layer in range(num_layers))
@@ -126,3 +177,23 @@ def read_conv(raw: Mapping[str, Any]) -> ConvSizes | None:
     hidden = read_count(raw, "hidden_size")
     width = math.gcd(hidden, _MOST_CHANNELS)
     return ConvSizes(hidden // width, width, read_count(raw, "conv_L_cache", 3, least=2))
+
+
+def read_mamba(raw: Mapping[str, Any]) -> MambaSizes | None:
+    """Reads the contents of a `config.json`; None if the model type has no Mamba2 layers. Raises ConfigError for
+    impossible numbers.
+    """
+    if raw["model_type"] not in _WITH_MAMBA:
+        return None
+    heads, groups = read_count(raw, "mamba_n_heads", 128), read_count(raw, "mamba_n_groups", 1)
+    inner = read_count(raw, "mamba_expand", 2) * read_count(raw, "hidden_size")
+    size = inner // heads if raw.get("mamba_d_head") in (None, "auto") else read_count(raw, "mamba_d_head")
+    if size * heads != inner:
+        raise ConfigError(
+            f"mamba_n_heads ({heads}) times mamba_d_head ({size}) is not mamba_expand times hidden_size ({inner})"
+        )
+    if heads % groups:
+        raise ConfigError(f"mamba_n_heads ({heads}) is not a multiple of mamba_n_groups ({groups})")
+    keys, taps = read_count(raw, "mamba_d_state", 256), read_count(raw, "mamba_d_conv", 4, least=2)
+    has_bias = raw.get("mamba_conv_bias") is not False
+    return MambaSizes(heads, heads // groups, size, keys, taps, has_bias)

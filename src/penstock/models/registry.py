@@ -17,6 +17,7 @@ from penstock.models.encoder import Encoder, EncoderArchitecture, GatedEncoder
 from penstock.models.experts import sparse_mlp
 from penstock.models.gated_delta_net import GatedDeltaNet
 from penstock.models.latent_attention import LatentAttention
+from penstock.models.mamba2 import Mamba2Layer
 from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
 from penstock.models.short_conv import ShortConvLayer
@@ -69,6 +70,13 @@ MODELS = {
     ),
     # Granite 3 (IBM 2024): Llama with multipliers, which the configuration gives.
     "granite": Architecture(GroupedQueryAttention, dense_mlp),
+    # Granite 4 (IBM 2025): Granite with Mamba2 in most layers, and attention without rotation in the others.
+    "granitemoehybrid": Architecture(
+        GroupedQueryAttention,
+        partial(dense_mlp, part="shared_mlp", stored_as="input_linear", down="output_linear"),
+        recurrent=Mamba2Layer,
+        recurrent_name="mamba",
+    ),
     # SmolLM3 (Hugging Face 2025): Llama without rotation in some layers, which the configuration names.
     "smollm3": Architecture(GroupedQueryAttention, dense_mlp),
     # OLMo 2 (OLMo et al. 2024, arXiv:2501.00656): norms after the parts, and of all queries and all keys.

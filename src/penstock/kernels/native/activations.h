@@ -1,4 +1,4 @@
-// Gated activations of a row: gate [width] and up [width] -> out [width], float32 throughout, rounded to T once.
+// Activations, and gated ones of a row: gate [width] and up [width] -> out [width], float32 throughout, rounded to T once.
 #pragma once
 
 #include "vec.h"
@@ -7,6 +7,16 @@ namespace penstock::ISA {
 namespace {
 
 inline Vec sigmoid_denominator(Vec x) { return splat(1) + exp2(x * splat(-1.44269504f)); }
+
+// log(1 + e^x), relative error below 1e-6.
+inline Vec softplus(Vec x) {
+    const Vec zero = splat(0), magnitude = larger(x, zero - x), u = exp2(magnitude * splat(-1.44269504f));
+    // log(1 + u) = 2 artanh(s), and s is at most a third.
+    const Vec s = u / (u + splat(2)), square = s * s;
+    Vec series = splat(2.0f / 15);
+    for (int odd = 13; odd > 0; odd -= 2) series = fma(series, square, splat(2.0f / static_cast<float>(odd)));
+    return fma(series, s, larger(x, zero));
+}
 
 // silu(gate) * up (kernels/silu_and_mul.py).
 template <class T>
