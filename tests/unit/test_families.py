@@ -13,7 +13,7 @@ import torch
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.families import NO_MULTIPLIERS, text_part
 from penstock.config.model import ModelConfig, parse_model_config
-from penstock.config.recurrent import ConvSizes
+from penstock.config.recurrent import ConvSizes, MambaSizes
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
 from penstock.models.sources.dummy import DummySource
@@ -30,6 +30,8 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "dtype": "bfloat16",
 }
+
+GRANITE4 = {"num_local_experts": 0, "mamba_n_heads": 12, "shared_intermediate_size": 136}
 
 
 def parse(model_type: str, **fields: Any) -> ModelConfig:
@@ -202,6 +204,22 @@ def test_the_fields_of_published_files_of_lfm2() -> None:
     assert parse("lfm2").recurrent_layers == ()
 
 
+def test_the_fields_of_granite_4() -> None:
+    kinds = ["mamba"] * 3 + ["attention"] + ["mamba"] * 4
+    config = parse("granitemoehybrid", **GRANITE4, layer_types=kinds, position_embedding_type="nope")
+    assert config.recurrent_layers == (0, 1, 2, 4, 5, 6, 7)
+    assert config.unrotated_layers == tuple(range(8))
+    assert config.intermediate_size == 136
+    assert config.mamba == MambaSizes(heads=12, group=12, size=16, keys=256, taps=4)
+    assert config.mamba.of(range(5, 9)) == MambaSizes(4, 12, 16, 256, 4, offset=5)
+    rotated = parse("granitemoehybrid", **GRANITE4, position_embedding_type="rope", mamba_conv_bias=False)
+    assert rotated.unrotated_layers == ()
+    assert rotated.recurrent_layers == tuple(range(8))
+    assert rotated.mamba is not None
+    assert not rotated.mamba.has_bias
+    assert parse("granitemoehybrid", **GRANITE4, logits_scaling=4.0).multipliers.logits == 0.25
+
+
 def test_an_encoder_s_epsilon() -> None:
     assert parse("modernbert", layer_norm_eps=1e-12, norm_eps=1e-6).rms_norm_eps == 1e-6
     assert parse("cohere2", layer_norm_eps=1e-4).rms_norm_eps == 1e-4
@@ -225,6 +243,12 @@ def test_an_encoder_s_epsilon() -> None:
         ),
         ("lfm2", {"conv_bias": True}, "conv_bias of a lfm2 must be False, got True"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2, got 1"),
+        ("granitemoehybrid", {"num_local_experts": 64}, "num_local_experts of a granitemoehybrid must be 0, got 64"),
+        ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "x"}, "position_embedding_type of a .* got 'x'"),
+        ("granitemoehybrid", {**GRANITE4, "mamba_proj_bias": True}, "mamba_proj_bias of a .* must be False, got True"),
+        ("granitemoehybrid", {**GRANITE4, "time_step_limit": [0.1, 1.0]}, "time_step_limit of a .* got .0.1, 1.0"),
+        ("granitemoehybrid", {**GRANITE4, "mamba_n_heads": 7}, "mamba_n_heads .7. times mamba_d_head .27. is not"),
+        ("granitemoehybrid", {**GRANITE4, "mamba_n_groups": 5}, "mamba_n_heads .12. is not a multiple of .* .5."),
         ("lfm2_moe", {"conv_bias": True}, "conv_bias of a lfm2_moe must be False, got True"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 8"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),
