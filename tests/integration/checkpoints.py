@@ -181,6 +181,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite4": ("granitemoehybrid", {**GQA, **GRANITE4}),
+    "granite4-moe": (
+        "granitemoehybrid",
+        {**GQA, **GRANITE4, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 72},
+    ),
     "granite4-rotated": (
         "granitemoehybrid",
         {**GQA, **GRANITE4, "mamba_n_groups": 1, "mamba_conv_bias": False, "position_embedding_type": "rope"},

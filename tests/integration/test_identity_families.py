@@ -56,9 +56,10 @@ FAMILIES = (
     "lfm2",
     "lfm2-moe",
     "granite4",
+    "granite4-moe",
 )
 # Those with recurrent layers: both engines must have the same block size.
-HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4")
+HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4", "granite4-moe")
 NUM_EXPERTS = {
     "qwen3-moe": 9,
     "mixtral": 5,
@@ -68,6 +69,7 @@ NUM_EXPERTS = {
     "gpt-oss": 6,
     "qwen3.5-moe": 10,
     "lfm2-moe": 7,
+    "granite4-moe": 6,
 }
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash", "qwen3.5", "qwen3.5-moe")

@@ -218,6 +218,11 @@ def test_the_fields_of_granite_4() -> None:
     assert rotated.mamba is not None
     assert not rotated.mamba.has_bias
     assert parse("granitemoehybrid", **GRANITE4, logits_scaling=4.0).multipliers.logits == 0.25
+    assert parse("granitemoehybrid", **GRANITE4).experts is None
+    sparse = parse("granitemoehybrid", **{**GRANITE4, "num_local_experts": 64, "num_experts_per_tok": 6})
+    assert sparse.experts is not None
+    sizes = (sparse.experts.num_experts, sparse.experts.intermediate_size, sparse.experts.shared_intermediate_size)
+    assert sizes == (64, 176, 136)
 
 
 def test_an_encoder_s_epsilon() -> None:
@@ -243,7 +248,6 @@ def test_an_encoder_s_epsilon() -> None:
         ),
         ("lfm2", {"conv_bias": True}, "conv_bias of a lfm2 must be False, got True"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2, got 1"),
-        ("granitemoehybrid", {"num_local_experts": 64}, "num_local_experts of a granitemoehybrid must be 0, got 64"),
         ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "x"}, "position_embedding_type of a .* got 'x'"),
         ("granitemoehybrid", {**GRANITE4, "mamba_proj_bias": True}, "mamba_proj_bias of a .* must be False, got True"),
         ("granitemoehybrid", {**GRANITE4, "time_step_limit": [0.1, 1.0]}, "time_step_limit of a .* got .0.1, 1.0"),

@@ -61,7 +61,8 @@ def read_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
     if read is None:
         return None
     config = read(raw)
-    _check(config)
+    if config is not None:
+        _check(config)
     return config
 
 
@@ -85,6 +86,20 @@ def _read_mixtral(raw: Mapping[str, Any]) -> ExpertsConfig:
         top_k=read_count(raw, "num_experts_per_tok", 2),
         intermediate_size=read_count(raw, "intermediate_size"),
         sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
+    )
+
+
+def _read_granite(raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    if raw["num_local_experts"] == 0:
+        return None
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=read_count(raw, "num_experts_per_tok", 2),
+        intermediate_size=read_count(raw, "intermediate_size"),
+        sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
+        scores=TOP_K_SOFTMAX,
+        renormalizes=False,
+        shared_intermediate_size=read_count(raw, "shared_intermediate_size"),
     )
 
 
@@ -159,7 +174,7 @@ def _deepseek_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig | None]] = {
     "qwen3_moe": _read_qwen3,
     "qwen3_5_moe_text": _read_qwen3,
     "qwen3_next": _read_qwen3,
@@ -168,6 +183,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig]] = {
     "deepseek_v3": _read_deepseek,
     "glm4_moe_lite": _read_deepseek,
     "gpt_oss": _read_gpt_oss,
+    "granitemoehybrid": _read_granite,
     "lfm2_moe": _read_lfm2,
 }
 

@@ -77,7 +77,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "sliding_window_pattern": 2,
     },
-    "granitemoehybrid": {**_GRANITE, "shared_intermediate_size": 1024},
+    "granitemoehybrid": {**_GRANITE, "num_local_experts": 8, "shared_intermediate_size": 1024},
     "granite": _GRANITE,
     "lfm2": {**_LFM2, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
     "lfm2_moe": {**_LFM2, "num_dense_layers": 2, "num_experts_per_tok": 4},
@@ -127,7 +127,6 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma2": {"use_bidirectional_attention": (None, False)},
     "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
     "granitemoehybrid": {
-        "num_local_experts": (0,),
         "position_embedding_type": (None, "nope", "rope"),
         "mamba_proj_bias": (None, False),
         "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
@@ -184,7 +183,7 @@ def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw.get(name) not in allowed:
             raise ConfigError(f"{name} of a {model_type} must be {allowed[-1]}, got {raw[name]!r}")
     filled = {**_DEFAULTS.get(model_type, {}), **raw}
-    if model_type == "granitemoehybrid":
+    if model_type == "granitemoehybrid" and read_count(filled, "num_local_experts", least=0) == 0:
         return {**filled, "intermediate_size": filled["shared_intermediate_size"]}
     return {**filled, **_lfm2_fields(filled)} if model_type in ("lfm2", "lfm2_moe") else filled
 

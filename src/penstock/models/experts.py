@@ -51,15 +51,14 @@ def sparse_mlp(
     dense: Callable[[ModelConfig, Weights, int], FeedForward] = dense_mlp,
 ) -> FeedForward:
     """The experts of a layer, or its MLP if it is a dense one."""
-    assert config.experts is not None, f"{config.model_type} has no experts"
-    if not config.experts.is_sparse(layer):
+    if config.experts is None or not config.experts.is_sparse(layer):
         return dense(config, weights, layer)
     return Experts(config, weights)
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """How a checkpoint calls the part, and the layers of an expert that is stored by itself."""
+    """How a checkpoint calls the part, the layers of an expert that is stored by itself, and tensors of all experts."""
 
     part: str
     gate: str
@@ -67,13 +66,26 @@ class _Names:
     down: str
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
+    all_gate_up: str = "experts.gate_up_proj"
+    all_down: str = "experts.down_proj"
+    shared: str | None = None  # the MLP of every token, if it is beside the part, with gate and up in one tensor
 
 
-# The second are Mixtral's, the third LFM2's.
+# The second are Mixtral's, the third LFM2's, the last Granite's.
 _LAYOUTS = (
     _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     _Names("block_sparse_moe", "w1", "w3", "w2"),
     _Names("feed_forward", "w1", "w3", "w2", correction="expert_bias"),
+    _Names(
+        "block_sparse_moe",
+        "input_linear",
+        "input_linear",
+        "output_linear",
+        router="router.layer",
+        all_gate_up="input_linear.weight",
+        all_down="output_linear.weight",
+        shared="shared_mlp",
+    ),
 )
 _GPT_OSS = _Names("mlp", "gate_proj", "up_proj", "down_proj", router="router")
 
@@ -90,7 +102,7 @@ class Experts:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
         names = _find_names(config, weights)
-        weights = weights / names.part
+        of_layer, weights = weights, weights / names.part
         self.name = weights.prefix.removesuffix(".")
         self.config = experts
         # The CPU's kernels multiply in the model's dtype and do not round the sums.
@@ -99,7 +111,7 @@ class Experts:
         self.route = Router(experts, _read_correction(experts, weights, names.correction))
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
-        self.shared = _SharedMLP(config, weights) if experts.shared_intermediate_size else None
+        self.shared = _SharedMLP(config, of_layer, names) if experts.shared_intermediate_size else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shared = None if self.shared is None else self.shared(x)  # [T, H]
@@ -252,11 +264,15 @@ def placed_experts(layers: Iterable[DecoderLayer]) -> dict[str, PlacedExperts]:
 class _SharedMLP:
     """The MLP of every token; with a gate its result is multiplied by a sigmoid of the token's own."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        experts = config.experts
+    def __init__(self, config: ModelConfig, of_layer: Weights, names: _Names) -> None:
+        experts, weights = config.experts, of_layer / names.part
         assert experts is not None
-        name = "shared_expert" if experts.has_shared_gate else "shared_experts"
-        self.mlp = GatedMLP(config, weights / name, experts.shared_intermediate_size)
+        size = experts.shared_intermediate_size
+        if names.shared is None:
+            name = "shared_expert" if experts.has_shared_gate else "shared_experts"
+            self.mlp = GatedMLP(config, weights / name, size)
+        else:
+            self.mlp = GatedMLP(config, of_layer / names.shared, size, stored_as=names.gate, down=names.down)
         self.gate: Linear | None = None
         if experts.has_shared_gate:
             weight = weights.tensor("shared_expert_gate.weight", 1, config.hidden_size)
@@ -275,9 +291,9 @@ def _find_names(config: ModelConfig, weights: Weights) -> _Names:
     if config.experts is not None and config.experts.has_biases:
         return _GPT_OSS
     for names in _LAYOUTS:
-        if weights.has(f"{names.part}.gate.weight"):
+        if weights.has(f"{names.part}.{names.router}.weight"):
             return names
-    routers = " or ".join(f"{weights.prefix}{names.part}.gate.weight" for names in _LAYOUTS)
+    routers = " or ".join(f"{weights.prefix}{names.part}.{names.router}.weight" for names in _LAYOUTS)
     raise ConfigError(f"{config.path} has no router {routers}: the checkpoint is incomplete or another model's")
 
 
@@ -317,7 +333,7 @@ def _load_experts(
     made: GroupedExperts | None = None
     read = _read_single
     if not weights.has(f"experts.0.{names.gate}.weight"):
-        is_fused = weights.has("experts.gate_up_proj")
+        is_fused = weights.has(names.all_gate_up)
         read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
     for slot, expert in enumerate(chosen):
         if expert == SPARE:
@@ -375,9 +391,9 @@ def _read_fused(experts: ExpertsConfig, hidden: int, weights: Weights, names: _N
     count, inner = experts.num_experts, experts.intermediate_size
     gate = weights.share.part(inner)
     rows = [gate, range(inner + gate.start, inner + gate.stop)]
-    gate_up = weights.of_expert("experts.gate_up_proj", expert, (count, 2 * inner, hidden), rows)
+    gate_up = weights.of_expert(names.all_gate_up, expert, (count, 2 * inner, hidden), rows)
     own = [weights.share.part(hidden)]
-    return gate_up, weights.of_expert("experts.down_proj", expert, (count, hidden, inner), own), None
+    return gate_up, weights.of_expert(names.all_down, expert, (count, hidden, inner), own), None
 
 
 def _read_interleaved(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:

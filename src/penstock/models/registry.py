@@ -73,7 +73,9 @@ MODELS = {
     # Granite 4 (IBM 2025): Granite with Mamba2 in most layers, and attention without rotation in the others.
     "granitemoehybrid": Architecture(
         GroupedQueryAttention,
-        partial(dense_mlp, part="shared_mlp", stored_as="input_linear", down="output_linear"),
+        partial(
+            sparse_mlp, dense=partial(dense_mlp, part="shared_mlp", stored_as="input_linear", down="output_linear")
+        ),
         recurrent=Mamba2Layer,
         recurrent_name="mamba",
     ),
