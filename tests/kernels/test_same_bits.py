@@ -14,10 +14,11 @@ import pytest
 import setuptools
 import torch
 
-from penstock.config.recurrent import DeltaSizes
+from penstock.config.recurrent import ConvSizes, DeltaSizes, MambaSizes
 from penstock.kernels import native
 from penstock.kernels.kv_rows import quantize_rows
 from penstock.kernels.native import ARITHMETIC, DTYPE_CODES
+from penstock.kernels.recurrent import STATE_ARGUMENTS
 from tests.kernels.native_calls import SOURCE, NativeCalls
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-
 SETS = [isa for isa in native.instruction_sets() if ARITHMETIC[isa] == "fma"]
 DTYPES = tuple(DTYPE_CODES)
 THREADS = 2
+NUM_TOKENS = 24  # of the requests of a recurrent kernel
 # Every path by which numbers are rounded, exponents overflow and signs survive.
 EDGES = torch.tensor(
     [
@@ -196,39 +198,78 @@ def add_rope(calls: NativeCalls) -> None:
         )  # fmt: skip
 
 
-def add_gated_delta(calls: NativeCalls) -> None:
-    """Two requests, one of which begins with the state of the other's, with an accepted draft and verifies one."""
-    sizes, block_size, tokens = DeltaSizes(2, 6, 32, 48, 4), 8, (21, 3)
-    table = torch.tensor([[1, 0, 2], [3, 4, 0]], dtype=torch.int32)
-    starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, 21, 24], [21, 11]))
-    rows, pending, drafts = torch.tensor([1, 0]), *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 1]))
+def add_recurrent(calls: NativeCalls) -> None:
     for dtype in DTYPES:
+        add_gated_delta(calls, dtype)
+        conv = ConvSizes(3, 32, 3)
+        layer = calls.struct("pnnn", numbers(conv.taps, conv.channels), conv.heads, conv.width, conv.taps)
+        out = torch.zeros(NUM_TOKENS, conv.channels, dtype=dtype)
+        inputs = [numbers(NUM_TOKENS, 3 * conv.channels, scale=3).to(dtype)]
+        add_step(calls, "short_conv", layer, inputs, out, (conv.heads * conv.head_size, conv.channels))
+        mamba = MambaSizes(4, 3, 80, 32, 4, offset=1)
         layer = calls.struct(
-            "ppppnnnnnf", numbers(sizes.taps, sizes.channels), numbers(sizes.value_heads).exp(),
-            numbers(sizes.value_heads, scale=9), numbers(sizes.value_size), sizes.key_heads, sizes.value_heads,
-            sizes.key_size, sizes.value_size, sizes.taps, 1e-6,
+            "pppppnnnnnnn", numbers(mamba.taps, mamba.channels), numbers(mamba.channels), numbers(mamba.heads).exp(),
+            numbers(mamba.heads, scale=9), numbers(mamba.heads), mamba.heads, mamba.groups, mamba.group, mamba.offset,
+            mamba.size, mamba.keys, mamba.taps,
         )  # fmt: skip
-        qkv, gates = (
-            numbers(sum(tokens), width, scale=3).to(dtype)
-            for width in (sizes.channels, sizes.value_heads * (sizes.value_size + 2))
-        )
-        out = torch.zeros(sum(tokens), sizes.value_heads * sizes.value_size, dtype=dtype)
-        out = calls.result(f"gated_delta {dtype}", out)
-        states = calls.result(f"gated_delta states {dtype}", numbers(4, sizes.key_heads * sizes.head_size))
-        kept = numbers(2, 2, sizes.key_heads * sizes.draft_inputs).to(dtype)
-        kept = calls.result(f"gated_delta drafts {dtype}", kept)
-        calls.add(
-            "gated_delta", "pppppppnpppppnnnni", layer, qkv, gates, kept, out, states, table, 3, starts, lengths, rows,
-            pending, drafts, 2, block_size, 2, THREADS, DTYPE_CODES[dtype],
-        )  # fmt: skip
+        out = torch.zeros(NUM_TOKENS, mamba.inner)
+        inputs = [numbers(NUM_TOKENS, mamba.inner + mamba.channels + mamba.heads, scale=3).to(dtype)]
+        sizes = (mamba.heads * mamba.head_size, mamba.heads * mamba.draft_inputs)
+        add_step(calls, "mamba2", layer, inputs, out, sizes)
         x = calls.result(f"multiply_by_sigmoid {dtype}", numbers(5, 100, scale=3).to(dtype))
         gate = numbers(5, 100, scale=9, seed=2).to(dtype)
         calls.add("multiply_by_sigmoid", "ppnnni", x, gate, 5, 100, THREADS, DTYPE_CODES[dtype])
 
 
+def add_gated_delta(calls: NativeCalls, dtype: torch.dtype) -> None:
+    sizes = DeltaSizes(2, 6, 32, 48, 4)
+    layer = calls.struct(
+        "ppppnnnnnf", numbers(sizes.taps, sizes.channels), numbers(sizes.value_heads).exp(),
+        numbers(sizes.value_heads, scale=9), numbers(sizes.value_size), sizes.key_heads, sizes.value_heads,
+        sizes.key_size, sizes.value_size, sizes.taps, 1e-6,
+    )  # fmt: skip
+    inputs = [
+        numbers(NUM_TOKENS, width, scale=3).to(dtype)
+        for width in (sizes.channels, sizes.value_heads * (sizes.value_size + 2))
+    ]
+    out = torch.zeros(NUM_TOKENS, sizes.value_heads * sizes.value_size, dtype=dtype)
+    add_step(
+        calls,
+        "gated_delta",
+        layer,
+        inputs,
+        out,
+        (sizes.key_heads * sizes.head_size, sizes.key_heads * sizes.draft_inputs),
+    )
+
+
+def add_step(
+    calls: NativeCalls,
+    name: str,
+    layer: torch.Tensor,
+    inputs: list[torch.Tensor],
+    out: torch.Tensor,
+    sizes: tuple[int, int],
+) -> None:
+    """Two requests, one of which begins with the state of the other's, with an accepted draft and verifies one.
+    `sizes` are those of a block's states, and of the inputs that are kept of a draft.
+    """
+    table = torch.tensor([[1, 0, 2], [3, 4, 0]], dtype=torch.int32)
+    starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([0, 21, NUM_TOKENS], [21, 11]))
+    rows, pending, drafts = torch.tensor([1, 0]), *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1], [0, 1]))
+    dtype = inputs[0].dtype
+    out = calls.result(f"{name} {dtype}", out)
+    states = calls.result(f"{name} states {dtype}", numbers(4, sizes[0]))
+    kept = calls.result(f"{name} drafts {dtype}", numbers(2, 2, sizes[1]).to(dtype))
+    calls.add(
+        name, f"{'p' * (1 + len(inputs))}{STATE_ARGUMENTS}ni", layer, *inputs, kept, out, states, table, 3, starts,
+        lengths, rows, pending, drafts, 2, 8, 2, THREADS, DTYPE_CODES[dtype],
+    )  # fmt: skip
+
+
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
-    for add in (add_linear, add_experts, add_router, add_attention, add_elementwise, add_rope, add_gated_delta):
+    for add in (add_linear, add_experts, add_router, add_attention, add_elementwise, add_rope, add_recurrent):
         add(calls)
     return calls
 
