@@ -211,6 +211,7 @@ def test_the_fields_of_granite_4() -> None:
     assert config.unrotated_layers == tuple(range(8))
     assert config.intermediate_size == 136
     assert config.mamba == MambaSizes(heads=12, group=12, size=16, keys=256, taps=4)
+    assert config.mamba is not None
     assert config.mamba.of(range(5, 9)) == MambaSizes(4, 12, 16, 256, 4, offset=5)
     rotated = parse("granitemoehybrid", **GRANITE4, position_embedding_type="rope", mamba_conv_bias=False)
     assert rotated.unrotated_layers == ()
