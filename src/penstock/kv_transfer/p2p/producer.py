@@ -45,8 +45,7 @@ from penstock.utils.errors import PeerError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerRules:
     """In seconds: `hold_seconds` for which blocks are held for a reader that has not come; `park_seconds` for which a
-    reader waits for a request that has not ended. Blocks from the id `first_state` on are states of recurrent layers,
-    which have a limit of their own. Without `is_attested` blocks are not digested."""
+    reader waits for a request that has not ended. States are the blocks from the id `first_state` on."""
 
     hold_seconds: float
     lease_seconds: float
@@ -55,7 +54,7 @@ class ProducerRules:
     max_held_blocks: int
     first_state: int
     max_held_states: int
-    is_attested: bool
+    is_attested: bool  # else blocks are not digested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -493,10 +492,8 @@ class Producer:
         at_rendezvous = {hold.rendezvous: hold for hold in holds if hold.offer is not None and hold.rendezvous}
         assert at_rendezvous == state.at_rendezvous, at_rendezvous.keys() ^ state.at_rendezvous.keys()
         held = Counter(block for hold in holds if hold.offer is not None for block in _blocks_of(hold.offer))
-        assert held == state.held_blocks, (held, state.held_blocks)
-        assert self._has_room(held), f"{len(held)} blocks of {self._rules}"
-        awaited = {each.fetch.rendezvous for each in state.parked.values()}
-        assert awaited.isdisjoint(state.closed), f"one side has gone from {awaited & state.closed.keys()}"
+        assert held == state.held_blocks and self._has_room(held), (held, state.held_blocks)
+        assert not state.closed.keys() & {each.fetch.rendezvous for each in state.parked.values()}, "one side has gone"
 
 
 def _blocks_of(offer: Offer) -> set[int]:
