@@ -30,7 +30,7 @@ def assert_start_lines(text: str) -> None:
     kernels = "|".join((*native.PREFERENCE, "torch"))
     assert re.search(rf"^  device +cpu, ({kernels}) kernels, \d+ threads?$", text, re.MULTILINE)
     assert re.search(r"^  context +512 tokens$", text, re.MULTILINE)
-    assert re.search(r"^  KV cache +0.02 GiB, [\d,]+ tokens in \d+ blocks$", text, re.MULTILINE)
+    assert re.search(r"^  KV cache +0.02 GiB of bfloat16, [\d,]+ tokens in \d+ blocks$", text, re.MULTILINE)
     assert re.search(r"^  loaded in +\d+\.\d s$", text, re.MULTILINE)
 
 
