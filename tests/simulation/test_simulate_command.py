@@ -56,10 +56,11 @@ def test_a_violation_ends_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def publish_too_much(self: KVCacheManager, request: Request) -> tuple[int, int]:
-        first = self._holdings[request.request_id].num_published
+        holding = self._holdings[request.request_id]
+        first = holding.num_published
         end = min(request.num_computed_tokens // self.block_size, len(request.block_hashes))
         if self._enable_prefix_caching and end > first:
-            self._publish(request, first, end, frozenset())
+            self._publish(holding, end, [range(first, end) for _ in holding.tables])
         return first, max(first, end)
 
     monkeypatch.setattr(KVCacheManager, "publish", publish_too_much)

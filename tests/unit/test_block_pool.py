@@ -72,7 +72,8 @@ def test_a_fence_keeps_blocks_until_the_step_is_processed() -> None:
     ids = pool.allocate(3)
     pool.release(ids, fence=7)
     assert pool.num_available == 0
-    assert pool.num_fenced == 3
+    assert pool.has_room(3, 0, with_fenced=True)
+    assert not pool.has_room(1, 0)
     pool.check_integrity([])
     pool.on_step_processed(6)
     assert pool.num_available == 0
@@ -126,4 +127,30 @@ def test_the_cache_is_cleared_only_without_owners_and_pins() -> None:
     pool.release([block])
     assert pool.clear_cache()
     assert pool.find(key(1)) is None
+    pool.check_integrity([])
+
+
+def test_states_are_blocks_of_another_kind() -> None:
+    pool = BlockPool(4, num_states=3)
+    blocks, states = pool.allocate(2), pool.allocate(2, for_states=True)
+    assert set(blocks) <= {1, 2, 3}
+    assert set(states) <= {4, 5, 6}
+    assert pool.count([0, *blocks, *states]) == (2, 2)
+    assert pool.has_room(1, 1)
+    assert not pool.has_room(2, 0)
+    assert not pool.has_room(0, 2)
+    pool.publish(states[0], (1, b"a"))
+    pool.release(states, fence=5)
+    assert not pool.has_room(0, 2)
+    assert pool.has_room(0, 3, with_fenced=True)
+    assert not pool.has_room(2, 3, with_fenced=True), "a fence of states gives no room for tokens"
+    pool.on_step_processed(5)
+    assert pool.has_room(0, 3)
+    assert not pool.has_room(0, 3, taken=[states[0]]), "a cached state that is taken makes no room"
+    assert not pool.is_unused
+    pool.check_integrity([blocks])
+    pool.release(blocks)
+    assert pool.is_unused
+    assert pool.clear_cache()
+    assert pool.find((1, b"a")) is None
     pool.check_integrity([])
