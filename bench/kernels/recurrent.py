@@ -93,6 +93,8 @@ def medians(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--seconds", type=float, default=4.0, help="per row")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -101,10 +103,10 @@ def main() -> None:
     print(f"{'torch' if library is None else library.isa} kernels, {args.threads} threads")
     layer = Layer()
     with torch.inference_mode():
-        for length in PROMPTS:
+        for length in args.prompts:
             calls = {"penstock": layer.penstock(1, length, 0), "chunked": layer.transformers(1, length, True)}
             report(f"prompt of {length}", medians(calls, args.seconds))
-        for batch in BATCHES:
+        for batch in args.batches:
             calls = {
                 "penstock": layer.penstock(batch, 1, CONTEXT),
                 "recurrent": layer.transformers(batch, 1, False),

@@ -72,6 +72,10 @@ SLOW = {
     "bench/kernels/linear.py": Trial(
         ("--shapes", "64x64", "--rows", "1", "--seconds", "0.1", "--working-set", "1", "--threads", "1"), "M=1"
     ),
+    "bench/kernels/recurrent.py": Trial(
+        ("--seconds", "0.01", "--prompts", "16", "--batches", "1", "--threads", "1"), "prompt of 16"
+    ),
+    "bench/kv_cache.py": Trial(("--model", TINY, "--context", "64", "--rounds", "1"), "int8"),
     "bench/offload.py": Trial(
         ("--model", TINY, "--prompt-len", "64", "--output-len", "4", "--rounds", "1"), "from memory"
     ),
