@@ -60,6 +60,8 @@ FAMILIES = (
 )
 # Those with recurrent layers: both engines must have the same block size.
 HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4", "granite4-moe")
+# Families whose layers are those of others, combined otherwise: `make test-all` runs the whole grids of them.
+VARIANTS = ("qwen3.5-moe", "qwen3-next", "lfm2-moe", "granite4-moe")
 NUM_EXPERTS = {
     "qwen3-moe": 9,
     "mixtral": 5,
@@ -136,14 +138,28 @@ ALWAYS = {
     ("gpt-oss", "stages"),
     ("gpt-oss", "a tier"),
     ("gpt-oss", "ranks of P"),
+    ("qwen3.5", "preemption"),
+    ("qwen3.5", "drafts"),
+    ("qwen3.5", "a tier"),
+    ("qwen3.5", "ranks and stages"),
+    ("granite4", "three ranks, drafts"),
 }
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
 def cells(*parameters: Sequence[str]) -> list[Any]:
     """Returns a grid that covers every value, with the cells of ALWAYS."""
-    covering = grid(*parameters, strength=1, others=pytest.mark.long)
-    return [pytest.param(*each.values) if each.values in ALWAYS else each for each in covering]
+
+    def marked(each: Any) -> Any:
+        if each.values in ALWAYS:
+            return pytest.param(*each.values)
+        return (
+            pytest.param(*each.values, marks=pytest.mark.exhaustive)
+            if each.values[0] in VARIANTS and each.marks
+            else each
+        )
+
+    return list(map(marked, grid(*parameters, strength=1, others=pytest.mark.long)))
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
