@@ -21,7 +21,8 @@ def modules() -> dict[str, ast.Module]:
     return trees
 
 
-def imports(tree: ast.Module, *, with_types: bool = False) -> set[str]:
+@functools.cache
+def imports(tree: ast.Module, *, with_types: bool = False) -> frozenset[str]:
     """Returns every imported module, also inside functions; those under TYPE_CHECKING only `with_types`."""
     found: set[str] = set()
     for node in ast.walk(tree) if with_types else _walk_at_run_time(tree):
@@ -30,7 +31,7 @@ def imports(tree: ast.Module, *, with_types: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def own_imports(module: str, *, with_types: bool = False) -> set[str]:
