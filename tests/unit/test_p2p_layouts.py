@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -11,11 +12,12 @@ from msgspec.structs import replace
 from penstock.kv_transfer.p2p.jobs import WorkerJobs
 from penstock.kv_transfer.p2p.messages import VERSION, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
 from penstock.kv_transfer.p2p.worker import P2PWorker
+from penstock.kv_transfer.topology.layouts import check_layout
 from penstock.kv_transfer.transports.base import PeerId
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId, TransferReport, TransferStatus
 from penstock.simulation.memory_transport import MemoryFabric
-from penstock.simulation.oracle import RECURRENT, OracleMemory, StateLimits, cache_config, make_layers
+from penstock.simulation.oracle import RECURRENT, OracleMemory, cache_config, make_layers
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
 
@@ -54,10 +56,18 @@ def test_a_peer_in_whose_order_nothing_can_be_digested_is_refused() -> None:
         WorkerJobs("epoch", own, 1).register(hello(with_unknown_layer(layout)), is_source=True)
 
 
+@pytest.mark.parametrize("first", [-1, (1 << 64) - 1])
+def test_blocks_of_a_peer_begin_at_an_id_of_63_bits(first: int) -> None:
+    layout = make_memory().layout
+    (layer,) = layout.layers
+    with pytest.raises(PeerError, match="its blocks cannot begin at"):
+        check_layout(replace(layout, layers=(replace(layer, first_block=first),)))
+
+
 def test_engines_with_recurrent_layers_and_other_block_sizes_are_refused() -> None:
     def layout(block_size: int) -> KVLayout:
         layers = make_layers((0, RECURRENT), 1, has_drafter=False)
-        config = cache_config(layers, 4, block_size, 2, StateLimits(3))
+        config = dataclasses.replace(cache_config(layers, 4, block_size, 2), num_states=3)
         return OracleMemory(config, RANK, range(2)).layout
 
     own = {RANK: Shard(RANK, layout(4), b"")}

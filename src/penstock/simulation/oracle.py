@@ -85,24 +85,8 @@ def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> t
     return (*layers, OracleLayer("draft.0", 0, windows[0], is_draft=True)) if has_drafter else tuple(layers)
 
 
-@dataclass(frozen=True, slots=True)
-class StateLimits:
-    """As in `KVCacheConfig`."""
-
-    num_states: int = 0
-    checkpoint_interval: int = 0
-    num_uncertain_tokens: int = 0
-
-
-def cache_config(
-    layers: Sequence[OracleLayer],
-    num_blocks: int,
-    block_size: int,
-    num_heads: int,
-    states: StateLimits | None = None,
-) -> KVCacheConfig:
-    """Returns the cache of a rank that has these layers and this many heads of each."""
-    states = states or StateLimits()
+def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int, num_heads: int) -> KVCacheConfig:
+    """Returns the cache of a rank that has these layers and this many heads of each, without room for states."""
 
     def spec(window: int) -> KVCacheSpec:
         if window == RECURRENT:
@@ -123,9 +107,6 @@ def cache_config(
             for each in layers
             if each.is_draft
         ),
-        num_states=states.num_states,
-        checkpoint_interval=states.checkpoint_interval,
-        num_uncertain_tokens=states.num_uncertain_tokens,
     )
 
 

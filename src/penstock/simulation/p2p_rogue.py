@@ -229,6 +229,8 @@ class Rogue:
                     {"heads": (0, _HUGE)},
                     {"shape": (), "strides": (), "axes": ()},
                     {"strides": (0,) * len(layer.strides)},
+                    {"first_block": _HUGE},
+                    {"is_recurrent": True},
                     {"group": -1},
                     {"group": 7},
                     {"offset": _HUGE},

@@ -9,6 +9,7 @@ the order of the steps.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,7 +38,6 @@ from penstock.simulation.oracle import (
     Answers,
     OracleLayer,
     OracleMemory,
-    StateLimits,
     cache_config,
 )
 from penstock.utils.math import interval
@@ -169,8 +169,8 @@ class SimWorker:
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
         planned = plan.cache
-        states = StateLimits(planned.num_states, planned.checkpoint_interval, planned.num_uncertain_tokens)
-        cache = cache_config(self.layers, planned.num_blocks, planned.block_size, len(self.heads), states)
+        cache = cache_config(self.layers, planned.num_blocks, planned.block_size, len(self.heads))
+        cache = dataclasses.replace(cache, num_states=planned.num_states)
         self.memory = OracleMemory(cache, self.shard, self.heads)
         self._host_rows = Rows(plan.limits.max_num_seqs)
         self._awaited = AwaitedResults(self._host_rows, plan.limits.max_num_in_flight)

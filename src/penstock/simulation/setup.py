@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_planning import blocks_for_one_request, states_for_one_request
 from penstock.messages.kv_cache_spec import KVCacheConfig
-from penstock.simulation.oracle import NUM_HEADS, RECURRENT, OracleLayer, StateLimits, cache_config, make_layers
+from penstock.simulation.oracle import NUM_HEADS, RECURRENT, OracleLayer, cache_config, make_layers
 from penstock.utils.math import round_up
 
 TICK_SECONDS = 0.01
@@ -195,13 +195,18 @@ class Setup:
         num_steps = self.max_num_stages - 1 + self.depth
         in_flight = num_steps * self.max_num_batched_tokens + self.num_lookahead
         num_blocks = 1 + blocks_for_one_request(groups, block_size, self.max_model_len, in_flight) + self.spare_blocks
-        states = None
+        cache = cache_config(self.layers, num_blocks, block_size, NUM_HEADS)
         if RECURRENT in self.windows:
             interval = round_up(self.checkpoint_interval, block_size)
             uncertain = self.drafts + self.num_lookahead
             num_states = states_for_one_request(num_steps, in_flight, interval, uncertain // block_size)
-            states = StateLimits(num_states + self.spare_states, interval, uncertain)
-        return cache_config(self.layers, num_blocks, block_size, NUM_HEADS, states)
+            cache = replace(
+                cache,
+                num_states=num_states + self.spare_states,
+                checkpoint_interval=interval,
+                num_uncertain_tokens=uncertain,
+            )
+        return cache
 
     def scheduler_config(self, num_stages: int) -> SchedulerConfig:
         drafts = ((2, self.drafts), (self.max_num_seqs, self.drafts_under_load)) if self.drafts else ()

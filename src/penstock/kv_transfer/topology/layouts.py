@@ -89,8 +89,8 @@ def _fault(layer: LayerLayout, block_size: int, regions: dict[str, MemoryRegion]
     num_rows = 1 if layer.is_recurrent else block_size
     if extent(layer, "token")[0] != num_rows:
         return f"a block has {extent(layer, 'token')[0]} tokens and not {num_rows}"
-    if layer.first_block < 0:
-        return f"its blocks begin at {layer.first_block}"
+    if not 0 <= layer.first_block <= _MAX_BYTES:
+        return f"its blocks cannot begin at {layer.first_block}"
     if layer.heads[0] < 0 or layer.heads[1] - layer.heads[0] != extent(layer, "head")[0]:
         return f"heads {layer.heads} are not the {extent(layer, 'head')[0]} heads of its shape"
     if min(layer.strides) < 0 or max(layer.strides) > _MAX_BYTES:
