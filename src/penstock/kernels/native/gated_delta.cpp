@@ -92,28 +92,35 @@ private:
     int64_t gate_width() const { return layer_.value_heads * layer_.value_size + layer_.gates(); }
     int64_t pending_width() const { return layer_.channels() + layer_.gates(); }
 
+    // The channels of a key head, [tokens, unit]: what was mixed for the request.
+    float* mixed_of(const Span& span, int64_t request, int64_t key_head) const {
+        return mixed_ + firsts_[request] * layer_.channels() + key_head * span.count * layer_.unit();
+    }
+
     // Convolves a key head's channels, normalizes its query and key, and computes the gates of its value heads.
     void mix(int64_t request, int64_t head) {
         const GatedDelta& layer = layer_;
         const Span span(states_, request);
         if (span.is_empty()) return;
-        float* const mixed = mixed_ + firsts_[request] * layer.channels() + head * layer.unit();
+        float* const mixed = mixed_of(span, request, head);
         const float* state = span.before();
         const float* history = state ? state + head * layer.head_size() + layer.group() * layer.matrix_size() : nullptr;
         const Convolution convolution(layer.conv, layer.taps, layer.channels());
-        for (int64_t i = 0; i < layer.unit(); i += kLanes) {
-            const int64_t channel = layer.channel(head, i);
-            convolution.run(
-                history, layer.unit(), channel, i, span.count,
-                [&](int64_t t) { return load(inputs(span, request, t) + channel); },
-                [&](int64_t t, Vec sum) {
-                    const Vec x = round_to<T>(sum);
-                    store(mixed + t * layer.channels() + i, round_to<T>(x / sigmoid_denominator(x)));
-                });
-        }
         const float scale = 1.0f / std::sqrt(static_cast<float>(layer.key_size));
+        // Token by token: neighbouring tokens of one channel would share a set of the first cache.
         for (int64_t t = 0; t < span.count; ++t) {
-            float* query = mixed + t * layer.channels();
+            float* query = mixed + t * layer.unit();
+            if (t + kAhead < span.count)
+                for (int64_t i = 0; i < layer.unit(); i += kLanes)
+                    __builtin_prefetch(inputs(span, request, t + kAhead) + layer.channel(head, i));
+            convolution.run(
+                history, layer.unit(), t, layer.unit(),
+                [&](int64_t token, int64_t i) { return load(inputs(span, request, token) + layer.channel(head, i)); },
+                [&](int64_t i) { return layer.channel(head, i); },
+                [&](int64_t i, Vec sum) {
+                    const Vec x = round_to<T>(sum);
+                    store(query + i, round_to<T>(x / sigmoid_denominator(x)));
+                });
             normalize(query, scale);
             normalize(query + layer.key_size, 1.0f);
             compute_gates(rates_of(span, request, t), rates_ + (firsts_[request] + t) * layer.gates(), head);
@@ -165,42 +172,78 @@ private:
         const int64_t keys = layer.key_size, values = layer.value_size, key_head = head / layer.group();
         alignas(64) float matrix[kMostKeys * kVecs * kLanes];
         copy_columns<kVecs>(matrix, kVecs * kLanes, before ? before + place + column : nullptr, values);
-        const float* mixed = mixed_ + firsts_[request] * layer.channels() + key_head * layer.unit();
+        const float* mixed = mixed_of(span, request, key_head);
         const float* rates = rates_ + firsts_[request] * layer.gates() + head;
         const int64_t value_place = 2 * keys + head % layer.group() * values + column;
-        for (int64_t t = 0; t < span.count; ++t, mixed += layer.channels(), rates += layer.gates()) {
+        Columns<kVecs> found = decay<kVecs>(matrix, mixed + keys, rates[layer.value_heads]);
+        for (int64_t t = 0; t < span.count; ++t, mixed += layer.unit(), rates += layer.gates()) {
             const float *query = mixed, *key = mixed + keys, *value = mixed + value_place;
-            const Vec share = splat(rates[0]), factor = splat(rates[layer.value_heads]);
-            Vec found[kVecs], out[kVecs];
-            for (int v = 0; v < kVecs; ++v) found[v] = out[v] = splat(0);
-            for (int64_t k = 0; k < keys; ++k) {
-                const Vec weight = splat(key[k]);
-                for (int v = 0; v < kVecs; ++v) {
-                    float* cell = matrix + (k * kVecs + v) * kLanes;
-                    const Vec kept = load(cell) * factor;
-                    store(cell, kept);
-                    found[v] = fma(kept, weight, found[v]);
-                }
+            for (int v = 0; v < kVecs; ++v) found.of[v] = (load(value + v * kLanes) - found.of[v]) * splat(rates[0]);
+            float* out = nullptr;
+            if (t >= span.pending)
+                out = read_ + ((span.first_row + t - span.pending) * layer.value_heads + head) * values + column;
+            float* const after = span.after(t);
+            const bool is_last = t + 1 == span.count;
+            const float *next_key = key + layer.unit(), *next_rates = rates + layer.gates();
+            // The next token begins on the way, unless the state between the two is needed.
+            if (!after && !is_last) {
+                found = update<kVecs, true>(matrix, query, key, found, out, next_key, next_rates[layer.value_heads]);
+                continue;
             }
-            for (int v = 0; v < kVecs; ++v) found[v] = (load(value + v * kLanes) - found[v]) * share;
-            for (int64_t k = 0; k < keys; ++k) {
-                const Vec weight = splat(key[k]), asked = splat(query[k]);
-                for (int v = 0; v < kVecs; ++v) {
-                    float* cell = matrix + (k * kVecs + v) * kLanes;
-                    const Vec updated = fma(weight, found[v], load(cell));
-                    store(cell, updated);
-                    out[v] = fma(updated, asked, out[v]);
-                }
-            }
-            if (t >= span.pending) {
-                float* to = read_ + ((span.first_row + t - span.pending) * layer.value_heads + head) * values + column;
-                for (int v = 0; v < kVecs; ++v) store(to + v * kLanes, out[v]);
-            }
-            if (float* after = span.after(t))
-                for (int64_t k = 0; k < keys; ++k)
-                    for (int v = 0; v < kVecs; ++v)
-                        store(after + place + column + k * values + v * kLanes, load(matrix + (k * kVecs + v) * kLanes));
+            update<kVecs, false>(matrix, query, key, found, out, nullptr, 0);
+            for (int64_t k = 0; after && k < keys; ++k)
+                for (int v = 0; v < kVecs; ++v)
+                    store(after + place + column + k * values + v * kLanes, load(matrix + (k * kVecs + v) * kLanes));
+            if (!is_last) found = decay<kVecs>(matrix, next_key, next_rates[layer.value_heads]);
         }
+    }
+
+    template <int kVecs>
+    struct Columns {
+        Vec of[kVecs];
+    };
+
+    // The first half of a token: the matrix times its factor. Returns what that holds of the key.
+    template <int kVecs>
+    Columns<kVecs> decay(float* matrix, const float* key, float factor) const {
+        Columns<kVecs> found;
+        for (int v = 0; v < kVecs; ++v) found.of[v] = splat(0);
+        for (int64_t k = 0; k < layer_.key_size; ++k)
+            for (int v = 0; v < kVecs; ++v) {
+                float* cell = matrix + (k * kVecs + v) * kLanes;
+                found.of[v] = decay_cell(cell, load(cell), splat(factor), splat(key[k]), found.of[v]);
+            }
+        return found;
+    }
+
+    // The second half: adds `change` at the key and stores what the result holds of the query in `out`. With kDecays also
+    // the first half of the next token, whose key and factor are given.
+    template <int kVecs, bool kDecays>
+    Columns<kVecs> update(float* matrix, const float* query, const float* key, const Columns<kVecs>& change, float* out,
+                          const float* next_key, float factor) const {
+        const Columns<kVecs> added = change;
+        Columns<kVecs> read, found;
+        for (int v = 0; v < kVecs; ++v) found.of[v] = read.of[v] = splat(0);
+        for (int64_t k = 0; k < layer_.key_size; ++k)
+            for (int v = 0; v < kVecs; ++v) {
+                float* cell = matrix + (k * kVecs + v) * kLanes;
+                const Vec updated = fma(splat(key[k]), added.of[v], load(cell));
+                read.of[v] = fma(updated, splat(query[k]), read.of[v]);
+                if constexpr (kDecays)
+                    found.of[v] = decay_cell(cell, updated, splat(factor), splat(next_key[k]), found.of[v]);
+                else
+                    store(cell, updated);
+            }
+        if (out)
+            for (int v = 0; v < kVecs; ++v) store(out + v * kLanes, read.of[v]);
+        return found;
+    }
+
+    // Stores x times the factor, and adds its product with the key to `found`.
+    static Vec decay_cell(float* cell, Vec x, Vec factor, Vec key, Vec found) {
+        const Vec kept = x * factor;
+        store(cell, kept);
+        return fma(kept, key, found);
     }
 
     // [key_size] rows of kVecs Vecs; zeros from null.
@@ -260,6 +303,7 @@ private:
     }
 
     static constexpr int64_t kMostKeys = 256;
+    static constexpr int64_t kAhead = 4;  // tokens
     static constexpr int64_t kMostHistory = 16384;
 
     const GatedDelta& layer_;

@@ -89,20 +89,19 @@ private:
         const float* history = state ? state + head * layer.head_size() + layer.keys * layer.size : nullptr;
         const Convolution convolution(layer.conv, layer.taps, layer.channels());
         const bool is_first = layer.first_head(layer.group_of(head)) == head;
-        for (int64_t i = 0; i < (is_first ? layer.unit() : layer.size); i += kLanes) {
-            const int64_t channel = layer.channel(head, i);
-            const Vec bias = load(layer.bias + channel);
-            convolution.run(
-                history, layer.unit(), channel, i, span.count,
-                [&](int64_t t) { return load(inputs(span, request, t) + channel); },
-                [&](int64_t t, Vec sum) {
-                    const Vec x = round_to<T>(sum + bias);
-                    store(mixed_ + (firsts_[request] + t) * layer.channels() + channel,
-                          round_to<T>(x / sigmoid_denominator(x)));
-                });
-        }
         const Vec rate = splat(layer.decay[head] * -1.44269504f);
+        // Token by token: neighbouring tokens of one channel would share a set of the first cache.
         for (int64_t t = 0; t < span.count; ++t) {
+            float* const mixed = mixed_ + (firsts_[request] + t) * layer.channels();
+            convolution.run(
+                history, layer.unit(), t, is_first ? layer.unit() : layer.size,
+                [&](int64_t token, int64_t i) { return load(inputs(span, request, token) + layer.channel(head, i)); },
+                [&](int64_t i) { return layer.channel(head, i); },
+                [&](int64_t i, Vec sum) {
+                    const int64_t channel = layer.channel(head, i);
+                    const Vec x = round_to<T>(sum + load(layer.bias + channel));
+                    store(mixed + channel, round_to<T>(x / sigmoid_denominator(x)));
+                });
             const Vec raw = load_first(inputs(span, request, t) + layer.channels() + head, 1);
             const Vec dt = softplus(raw + splat(layer.dt_bias[head]));
             float* to = rates_ + ((firsts_[request] + t) * layer.heads + head) * 2;

@@ -66,28 +66,30 @@ private:
     const int64_t start_;  // the first token's position
 };
 
-// The last inputs of a causal convolution over `channels`, and how it continues: out = sum of taps times inputs, the
-// oldest first. A history is [taps - 1, channels], the oldest input first, zero before the first token.
+// A causal convolution over channels: out = sum of taps times inputs, the oldest first. A history is [taps - 1, channels],
+// the oldest input first, zero before the first token.
 class Convolution {
 public:
     // `taps` weights for each of `stride` channels, [taps, stride].
     Convolution(const float* weights, int64_t taps, int64_t stride) : weights_(weights), taps_(taps), stride_(stride) {}
 
-    // Calls write(t, out) for every token, in order: the sums of sixteen channels from `channel` of the weights and
-    // `place` of the history on. `history` may be null; input(t) returns the channels' inputs.
-    template <class Input, class Write>
-    void run(const float* history, int64_t history_stride, int64_t channel, int64_t place, int64_t count, const Input& input,
+    // Calls write(i, out) for each sixteen of the first `width` channels: out is their sum at token `t`. inputs(t, i)
+    // returns a token's inputs, channel(i) their place in the weights. `history` may be null.
+    template <class Inputs, class Channel, class Write>
+    void run(const float* history, int64_t history_stride, int64_t t, int64_t width, const Inputs& inputs, const Channel& channel,
              const Write& write) const {
-        Vec window[kMostTaps], weight[kMostTaps];
-        for (int64_t i = 0; i < taps_; ++i) weight[i] = load(weights_ + i * stride_ + channel);
-        for (int64_t i = 0; i + 1 < taps_; ++i)
-            window[i + 1] = history ? load(history + i * history_stride + place) : splat(0);
-        for (int64_t t = 0; t < count; ++t) {
-            for (int64_t i = 0; i + 1 < taps_; ++i) window[i] = window[i + 1];
-            window[taps_ - 1] = input(t);
-            Vec out = window[0] * weight[0];
-            for (int64_t i = 1; i < taps_; ++i) out = fma(window[i], weight[i], out);
-            write(t, out);
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const float* weight = weights_ + channel(i);
+            Vec out = splat(0);
+            for (int64_t tap = 0, token = t - taps_ + 1; tap < taps_; ++tap, ++token, weight += stride_) {
+                Vec x = splat(0);
+                if (token >= 0)
+                    x = inputs(token, i);
+                else if (history)
+                    x = load(history + (taps_ - 1 + token) * history_stride + i);
+                out = tap ? fma(x, load(weight), out) : x * load(weight);
+            }
+            write(i, out);
         }
     }
 

@@ -53,16 +53,16 @@ private:
         if (before) std::memcpy(old, before + head * layer.head_size(), layer.head_size() * sizeof(float));
         const float* history = before ? old : nullptr;
         const Convolution convolution(layer.conv, layer.taps, layer.channels());
-        for (int64_t i = 0; i < layer.width; i += kLanes) {
-            const int64_t channel = head * layer.width + i;
+        const int64_t first = head * layer.width;
+        for (int64_t t = span.pending; t < span.count; ++t) {
+            const int64_t row = span.first_row + t - span.pending;
             convolution.run(
-                history, layer.width, channel, i, span.count,
-                [&](int64_t t) { return input(span, request, t, channel); },
-                [&](int64_t t, Vec sum) {
-                    if (t < span.pending) return;
-                    const int64_t row = span.first_row + t - span.pending;
-                    const Vec gate = load(bcx_ + (row * 3 + 1) * layer.channels() + channel);
-                    store(out_ + row * layer.channels() + channel, gate * round_to<T>(sum));
+                history, layer.width, t, layer.width,
+                [&](int64_t token, int64_t i) { return input(span, request, token, first + i); },
+                [&](int64_t i) { return first + i; },
+                [&](int64_t i, Vec sum) {
+                    const Vec gate = load(bcx_ + (row * 3 + 1) * layer.channels() + first + i);
+                    store(out_ + row * layer.channels() + first + i, gate * round_to<T>(sum));
                 });
         }
         for (int64_t t = 0; t < span.count - span.drafts; ++t) {
@@ -70,7 +70,7 @@ private:
             if (!after) continue;
             store_history(history, after + head * layer.head_size(), layer.taps, layer.width, t, [&](float* to, int64_t token) {
                 for (int64_t i = 0; i < layer.width; i += kLanes)
-                    store(to + i, input(span, request, token, head * layer.width + i));
+                    store(to + i, input(span, request, token, first + i));
             });
         }
     }
