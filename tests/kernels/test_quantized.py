@@ -155,7 +155,9 @@ def test_extreme_scales_keep_the_equality(isa: str, kind: str) -> None:
     found, expected = pack(isa, weight), pack(isa, weight.dequantize())
     for rows in ROWS[:6]:
         x = inputs_of(rows, 128) * torch.tensor([1.0, 2.0**100]).repeat(64)
-        assert torch.equal(found(x.bfloat16()), expected(x.bfloat16())), f"{rows} rows"
+        # Sums of huge products of both signs are not numbers.
+        outputs = [packed(x.bfloat16()) for packed in (found, expected)]
+        assert torch.allclose(*outputs, rtol=0, atol=0, equal_nan=True), f"{rows} rows"
 
 
 @pytest.mark.parametrize("isa", SETS)

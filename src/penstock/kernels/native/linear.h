@@ -118,10 +118,11 @@ constexpr bool kIsQuantized = false;
 
 // Whether the kernel can multiply by a chunk of a panel at a time (`multiply_in_chunks`). It has
 //
-//   kChunk, kPanelsOfChunk    inputs of a chunk, and panels that take a chunk of the rows in turn
-//   kChunkBlocks              blocks of rows for which that pays
-//   widened(chunk, k, to)     where the weights of a chunk are as `run_widened` takes them: at `to`, if it writes them
-//   run_widened(tile)         as `run`
+//   kChunk, kPanelsOfChunk      inputs of a chunk, and panels that take a chunk of the rows in turn
+//   kChunkBlocks                blocks of rows for which that pays
+//   widened(chunk, k, to)       where the weights of a chunk are as `run_unfinished` takes them: at `to`, if it writes them
+//   run_unfinished(tile)        as `run`, up to the tile's sums, in an order of its own
+//   store_sums(tile, row, sums) stores a row of them as the tile's output
 template <class Kernel>
 constexpr bool kTakesChunks = false;
 
@@ -196,37 +197,47 @@ thread_local Scratch chunk_memory;
 
 // Multiplies the rows by `count` panels that are not quantized, as `multiply_panels` does, a chunk of inputs after another.
 // A chunk of a panel is widened once for all rows, and stays in the first-level cache; a chunk of the rows stays in the
-// second-level cache for some panels, as do the sums between chunks.
+// second-level cache for some panels, as do the sums. These are stored row by row for all the panels at the end: rows of an
+// output are often a power of two apart, so those of one panel would share a set of the cache.
 template <class Kernel, class TileOf>
 void multiply_in_chunks(const Blocks<Kernel>& x, const char* weight, int64_t count, const TileOf& tile_of) {
     using Element = typename Kernel::Element;
-    constexpr int64_t kChunk = Kernel::kChunk, kSumsOfBlock = Kernel::kRows * kPanel;
-    constexpr int64_t kChunkBytes = kChunk * Kernel::kStepBytes;
-    const int64_t bytes = panel_bytes<Kernel>(nullptr, x.k), share = larger(1, Kernel::kStepBytes / x.count);
-    const int64_t num_sums = Kernel::kPanelsOfChunk * x.count * kSumsOfBlock;
+    constexpr int64_t kChunk = Kernel::kChunk, kSumsOfBlock = Kernel::kRows * kPanel, kPanels = Kernel::kPanelsOfChunk;
+    constexpr int64_t kInputBytes = kPanel * sizeof(Element), kStepInputs = Kernel::kStepBytes / kInputBytes;
+    const int64_t k = Kernel::padded_k(x.k), bytes = panel_bytes<Kernel>(nullptr, k);
+    const int64_t share = larger(1, Kernel::kStepBytes / x.count), num_sums = kPanels * x.count * kSumsOfBlock;
     float* wide = reinterpret_cast<float*>(chunk_memory.reserve((kChunk * kPanel + num_sums) * sizeof(float)));
+    float* sums = wide + kChunk * kPanel;
     for (int64_t panel = 0, some; panel < count; panel += some, weight += some * bytes) {
-        some = smaller(Kernel::kPanelsOfChunk, count - panel);
-        for (int64_t at = 0; at < divide_up(x.k, kChunk) * some; ++at) {
+        some = smaller(kPanels, count - panel);
+        Tile<Element> tiles[kPanels];
+        for (int64_t number = 0; number < some; ++number) tiles[number] = tile_of(panel + number);
+        for (int64_t at = 0; at < divide_up(k, kChunk) * some; ++at) {
             const int64_t first = at / some * kChunk, number = at % some;
-            const char* chunk = weight + number * bytes + first / kChunk * kChunkBytes;
-            const char* next = number + 1 < some ? chunk + bytes : chunk - number * bytes + kChunkBytes;
-            Tile<Element> tile = tile_of(panel + number);
-            char* out = tile.out;
-            tile.k = smaller(kChunk, x.k - first);
+            const char* chunk = weight + number * bytes + first * kInputBytes;
+            const char* next = number + 1 < some    ? chunk + bytes
+                               : first + kChunk < k ? chunk - number * bytes + kChunk * kInputBytes
+                                                    : weight + some * bytes;
+            Tile<Element> tile = tiles[number];
+            tile.k = smaller(kChunk, k - first);
             tile.continues = first > 0;
-            tile.is_unfinished = first + tile.k < x.k;
+            tile.is_unfinished = true;
             tile.weight = Kernel::widened(chunk, tile.k, wide);
-            float* sums = wide + kChunk * kPanel + number * x.count * kSumsOfBlock;
-            for (int64_t block = 0; block < x.count; ++block, sums += kSumsOfBlock) {
+            tile.sums = sums + number * x.count * kSumsOfBlock;
+            for (int64_t block = 0; block < x.count; ++block, tile.sums += kSumsOfBlock) {
                 tile.rows = x.height_of(block);
-                tile.x = x.packed + block * x.bytes + first * tile.rows * sizeof(float);
-                tile.sums = sums;
-                tile.out = out + x.first(block) * tile.out_stride;
-                tile.prefetch = Prefetch{next + block * share * tile.k, share};
-                Kernel::run_widened(tile);
+                tile.x = x.packed + block * x.bytes + Kernel::x_bytes(tile.rows, first);
+                tile.prefetch = Prefetch{next + block * share * (tile.k / kStepInputs), share};
+                Kernel::run_unfinished(tile);
             }
         }
+        for (int64_t block = 0; block < x.count; ++block)
+            for (int64_t row = 0; row < x.height_of(block); ++row)
+                for (int64_t number = 0; number < some; ++number) {
+                    Tile<Element> tile = tiles[number];
+                    tile.out += x.first(block) * tile.out_stride;
+                    Kernel::store_sums(tile, row, sums + (number * x.count + block) * kSumsOfBlock);
+                }
     }
 }
 

@@ -82,8 +82,16 @@ struct Fma {
 
     static void run(const Tile<Element>& tile) { dispatch<kRows, Element>(tile); }
 
-    // The same by weights of float32.
-    static void run_widened(const Tile<Element>& tile) { dispatch<kRows, float>(tile); }
+    // The same by weights of float32, up to the sums, which are [rows, kPanel].
+    static void run_unfinished(const Tile<Element>& tile) { dispatch<kRows, float>(tile); }
+
+    static void store_sums(const Tile<Element>& tile, int64_t row, const float* sums) {
+        alignas(64) float bias[kPanel] = {};
+        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
+        Vector line[kVectors];
+        for (int part = 0; part < kVectors; ++part) line[part] = read(sums + row * kPanel + part * kLanes);
+        store_row(tile, row, line, bias);
+    }
 
     static const char* widened(const char* chunk, int64_t k, float* to) {
         if constexpr (sizeof(Element) == sizeof(float)) return chunk;
@@ -110,13 +118,7 @@ struct Fma {
         accumulate<kCount, Weight, kSome, true>(tile, 0, prefetch, sums);
         if constexpr (kParts == 2) accumulate<kCount, Weight, kSome, false>(tile, kSome, prefetch, sums);
         if (tile.is_unfinished) return;
-        alignas(64) float bias[kPanel] = {};
-        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
-        for (int row = 0; row < kCount; ++row) {
-            Vector line[kVectors];
-            for (int part = 0; part < kVectors; ++part) line[part] = read(sums + row * kPanel + part * kLanes);
-            store_row(tile, row, line, bias);
-        }
+        for (int row = 0; row < kCount; ++row) store_sums(tile, row, sums);
     }
 
     // The sums of the vectors [first, first + kSome) of the panel's columns.

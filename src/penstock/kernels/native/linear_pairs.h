@@ -112,25 +112,28 @@ struct DotPairs : Pairs {
 
 #if defined(__AMX_BF16__)
 
-// Tiles 0 to 3 accumulate 32 rows by 32 columns, 4 and 5 hold rows of x, 6 and 7 weights. x is packed as [tiles of 16
-// rows][K / 32][16][32]; rows beyond x are computed from undefined values, and not stored.
+// Tiles 0 to 3 accumulate 32 rows by 32 columns, 4 and 5 hold rows of x, 6 and 7 weights. x is packed as
+// [K / 32][tiles of 16 rows][16][32]; rows beyond x are computed from undefined values, and not stored.
 struct TilePairs : Pairs {
     static constexpr int64_t kRows = 32;
     static constexpr int64_t kStepBytes = 512;
     static constexpr bool kWholeBlocks = true;
+    static constexpr int64_t kChunk = 256;
+    static constexpr int64_t kPanelsOfChunk = 8;
+    static constexpr int64_t kChunkBlocks = 3;
     static int64_t x_bytes(int64_t rows, int64_t k) { return round_up(rows, 16) * padded_k(k) * 2; }
 
     static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
         Element* to = reinterpret_cast<Element*>(packed);
-        const int64_t steps = padded_k(k) / 32;
+        const int64_t steps = padded_k(k) / 32, step_size = round_up(rows, 16) * 32;
         for (int64_t row = 0; row < rows; ++row) {
-            Element* lines = to + (row / 16) * steps * 512 + (row % 16) * 32;
+            Element* lines = to + row * 32;
             const Element* from = x + row * k;
             const int64_t whole = k / 32;
             for (int64_t step = 0; step < whole; ++step)
-                _mm512_store_si512(lines + step * 512, _mm512_loadu_si512(from + step * 32));
+                _mm512_store_si512(lines + step * step_size, _mm512_loadu_si512(from + step * 32));
             if (whole < steps)
-                _mm512_store_si512(lines + whole * 512,
+                _mm512_store_si512(lines + whole * step_size,
                                    _mm512_maskz_loadu_epi16((1u << (k % 32)) - 1, from + whole * 32));
         }
         // Loads of tiles do not declare to the compiler that they read memory.
@@ -157,24 +160,43 @@ struct TilePairs : Pairs {
     };
 
     static void run(const Tile<Element>& tile) {
-        alignas(64) float sums[4][256];
+        if (tile.is_unfinished) return run_unfinished(tile);
+        alignas(64) float own[kRows * kPanel];
+        float* sums = tile.continues ? tile.sums : own;
         for (int64_t row = 0; row < tile.rows; ++row) __builtin_prefetch(tile.out + row * tile.out_stride, 1);
+        accumulate(tile, sums);
+        for (int64_t row = 0; row < tile.rows; ++row) store_sums(tile, row, sums);
+    }
+
+    // Weights of a chunk are read as they are.
+    static const char* widened(const char* chunk, int64_t, float*) { return chunk; }
+
+    static void run_unfinished(const Tile<Element>& tile) { accumulate(tile, tile.sums); }
+
+    // Sums are [tiles of 16 rows][2 tiles of 16 columns][16][16].
+    static void store_sums(const Tile<Element>& tile, int64_t row, const float* sums) {
+        const float* line = sums + row / 16 * 512 + row % 16 * 16;
+        store_row(tile, row, _mm512_load_ps(line), _mm512_load_ps(line + 256));
+    }
+
+    static void accumulate(const Tile<Element>& tile, float* sums) {
         if (tile.rows > 16)
             accumulate_two(tile, sums);
         else
             accumulate_one(tile, sums);
-        for (int64_t row = 0; row < tile.rows; ++row) {
-            const int64_t upper = row / 16 * 2, line = row % 16 * 16;
-            store_row(tile, row, _mm512_load_ps(sums[upper] + line), _mm512_load_ps(sums[upper + 1] + line));
-        }
     }
 
-    static void accumulate_one(const Tile<Element>& tile, float (*sums)[256]) {
+    static void accumulate_one(const Tile<Element>& tile, float* sums) {
         const char* weight = tile.weight;
         const char* x = tile.x;
         Prefetch prefetch = tile.prefetch;
-        _tile_zero(0);
-        _tile_zero(1);
+        if (tile.continues) {
+            _tile_loadd(0, sums, 64);
+            _tile_loadd(1, sums + 256, 64);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+        }
         for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 1024) {
             _tile_loadd(4, x, 64);
             prefetch.advance();
@@ -186,20 +208,26 @@ struct TilePairs : Pairs {
             _tile_dpbf16ps(1, 4, 7);
             prefetch.advance();
         }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
+        _tile_stored(0, sums, 64);
+        _tile_stored(1, sums + 256, 64);
     }
 
-    static void accumulate_two(const Tile<Element>& tile, float (*sums)[256]) {
+    static void accumulate_two(const Tile<Element>& tile, float* sums) {
         const char* weight = tile.weight;
         const char* x = tile.x;
-        const int64_t lower = tile.k * 32;
         Prefetch prefetch = tile.prefetch;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 1024) {
+        if (tile.continues) {
+            _tile_loadd(0, sums, 64);
+            _tile_loadd(1, sums + 256, 64);
+            _tile_loadd(2, sums + 512, 64);
+            _tile_loadd(3, sums + 768, 64);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 2048) {
             _tile_loadd(6, weight, 64);
             prefetch.advance();
             _tile_loadd(4, x, 64);
@@ -208,17 +236,20 @@ struct TilePairs : Pairs {
             _tile_loadd(7, weight + 1024, 64);
             _tile_dpbf16ps(1, 4, 7);
             prefetch.advance();
-            _tile_loadd(5, x + lower, 64);
+            _tile_loadd(5, x + 1024, 64);
             _tile_dpbf16ps(2, 5, 6);
             prefetch.advance();
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
+        _tile_stored(0, sums, 64);
+        _tile_stored(1, sums + 256, 64);
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
     }
 };
+
+template <>
+constexpr bool kTakesChunks<TilePairs> = true;
 
 #endif
 

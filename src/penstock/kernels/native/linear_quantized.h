@@ -559,8 +559,9 @@ struct PairUnits {
 thread_local Scratch dense_panel;
 
 // The kernel `Base` for quantized weights whose units are `Units`. At most `kFewRows` rows take values from registers;
-// others take kChunk inputs of a panel after another, or all at once if that is 0, from memory.
-template <class Base, class Units, int kFewRows, int64_t kChunk>
+// others take kChunk inputs of a panel after another from memory, or all at once if that is 0 or there are more than
+// kChunkBlocks blocks of them.
+template <class Base, class Units, int kFewRows, int64_t kChunk, int64_t kChunkBlocks = INT64_MAX>
 struct Quantized : Base {
     using Element = typename Base::Element;
 
@@ -633,9 +634,10 @@ struct Quantized : Base {
         }
         Tile<Element>& tile = *tiles;
         tile.k = Base::padded_k(x.k);
-        const int64_t chunk = kChunk ? kChunk : round_up(x.k, 32), dense_bytes = chunk * kPanel * 2;
+        const bool takes_chunks = kChunk && x.count <= kChunkBlocks;
+        const int64_t chunk = takes_chunks ? kChunk : round_up(x.k, 32), dense_bytes = chunk * kPanel * 2;
         const int64_t sums_of_block = Base::kRows * kPanel;
-        char* dense = dense_panel.reserve(dense_bytes + (kChunk ? x.count * sums_of_block * 4 : 0));
+        char* dense = dense_panel.reserve(dense_bytes + (takes_chunks ? x.count * sums_of_block * 4 : 0));
         char* out = tile.out;
         tile.weight = dense;
         const int64_t step = follows ? divide_up(panel.bytes() * Base::kStepBytes, tile.k * kPanel * 2) : 0;
@@ -674,7 +676,7 @@ struct Quantized : Base {
 
 #if defined(__AMX_BF16__)
 using BFloatKernel = TilePairs;
-using QuantizedKernel = Quantized<TilePairs, PairUnits, 0, 0>;
+using QuantizedKernel = Quantized<TilePairs, PairUnits, 0, TilePairs::kChunk, 8>;
 #elif defined(__AVX512BF16__)
 using BFloatKernel = DotPairs;
 using QuantizedKernel = Quantized<DotPairs, PairUnits, 4, 1024>;
