@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.config.env import set_openmp_defaults
+from penstock.config.env import set_torch_defaults
 
 # Type checkers know this name; to import it takes longer than the rest of this file, and Ctrl-C may come meanwhile.
 TYPE_CHECKING = False
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.messages.structured_outputs import StructuredOutputsParams
     from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, PenstockError, RequestError
 
-set_openmp_defaults()
+set_torch_defaults()
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 368,
     "cli": 1435,
-    "config": 3093,
+    "config": 3094,
     "core": 1909,
     "engine": 944,
     "executor": 583,

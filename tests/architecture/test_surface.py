@@ -103,7 +103,7 @@ def test_the_environment_is_read_in_one_module() -> None:
 def test_environment_names_are_documented() -> None:
     assert len(env.NAMES) <= 12
     source = (ROOT / "src/penstock/config/env.py").read_text(encoding="utf-8")
-    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|RAY|CUDA|XDG)_[A-Z_]+", source)) == set(env.NAMES)
+    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|THP|RAY|CUDA|XDG)_[A-Z_]+", source)) == set(env.NAMES)
     documentation = (ROOT / "docs/CONFIGURATION.md").read_text(encoding="utf-8")
     for name in (*env.NAMES, *ENGINE_FLAGS, *SERVER_FLAGS):
         assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"

@@ -13,6 +13,7 @@ RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray r
 CUDA_VISIBLE_DEVICES the GPUs that engines and ranks divide among them; CUDA reads it itself
 XDG_CACHE_HOME       where the metadata of GGUF files is unpacked, in penstock/gguf; by default ~/.cache
 GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
+THP_MEM_ALLOC_ENABLE 1 has torch ask for huge pages for large tensors; Penstock sets it unless it is set
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 NAMES = (
     "PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY",
-    "GOMP_SPINCOUNT", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
+    "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
 )  # fmt: skip
 
 # Short enough that a thread waiting for a descheduled one sleeps and frees its core; long enough to stay awake from one
@@ -80,6 +81,7 @@ def _keys(name: str) -> tuple[str, ...]:
     return tuple(key.strip() for key in keys if key.strip())
 
 
-def set_openmp_defaults() -> None:
-    """Takes effect only before torch loads its OpenMP runtime, so it is called when the package is imported."""
+def set_torch_defaults() -> None:
+    """Takes effect only before torch is loaded, so it is called when the package is imported."""
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
