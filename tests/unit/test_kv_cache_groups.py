@@ -38,8 +38,22 @@ def test_layers_with_equal_specs_share_a_group() -> None:
     full, sliding = KVCacheSpec.keys_and_values(2, 64, "bfloat16"), KVCacheSpec.keys_and_values(2, 64, "bfloat16", 128)
     groups = group_layers({"a": full, "b": sliding, "c": full})
     assert [group.layer_names for group in groups] == [("a", "c"), ("b",)]
+    one, other = (KVCacheSpec.states(1, size, 0, 1) for size in (8, 16))
     with pytest.raises(ConfigError, match="one size"):
-        group_layers({"a": full, "b": KVCacheSpec.keys_and_values(4, 64, "bfloat16")})
+        group_layers({"a": full, "b": one, "c": other})
+
+
+def test_a_block_id_has_memory_of_every_size_of_groups() -> None:
+    full, sliding = KVCacheSpec.keys_and_values(2, 64, "bfloat16"), KVCacheSpec.keys_and_values(2, 64, "bfloat16", 32)
+    wide = KVCacheSpec.keys_and_values(1, 256, "bfloat16", 48)
+    layers = {"a": full, "b": sliding, "c": sliding, "d": wide, "e": wide, "f": wide}
+    cache = KVCacheConfig(9, 16, group_layers(layers))
+    sizes = [spec.block_bytes(16) for spec in (full, wide)]
+    assert cache.bytes_per_block == 2 * sizes[0] + 3 * sizes[1]
+    assert [cache.block_bytes(group) for group in range(3)] == [sizes[0], 2 * sizes[0], 3 * sizes[1]]
+    # Ranks may have other heads of one group than of another: then their sizes are others, too.
+    own = {"a": KVCacheSpec.keys_and_values(1, 64, "bfloat16", 0, 0, 2), "d": wide}
+    assert cache.part(own).bytes_per_block == sizes[0] // 2 + sizes[1]
 
 
 def test_a_block_holds_all_planes() -> None:

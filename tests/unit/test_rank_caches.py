@@ -125,6 +125,26 @@ def test_ranks_in_one_memory_share_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "leave too little memory" in caplog.text
 
 
+def test_blocks_of_groups_of_several_sizes_do_not_overlap() -> None:
+    """A block belongs to one group: what is written there changes no block of another group, whatever its size."""
+    specs = {
+        "full": KVCacheSpec.keys_and_values(1, 32, "bfloat16"),
+        "window": KVCacheSpec.keys_and_values(1, 32, "bfloat16", 32),
+        "wide": KVCacheSpec.keys_and_values(2, 64, "bfloat16", 48),
+        "drafts": KVCacheSpec.keys_and_values(1, 16, "bfloat16"),
+    }
+    layers = {f"{kind}.{number}": specs[kind] for kind in ("full", "window", "wide") for number in range(3)}
+    groups = cache_of_one_rank(layers, {"drafts": specs["drafts"]}, 1, 16)
+    memory = allocate(replace(groups, num_blocks=10))
+    owned = {block: block % 3 for block in range(1, 10)}
+    for block, group in owned.items():
+        memory.fill(group, [block], block)
+    for block, group in owned.items():
+        for name in memory.config.groups[group].layer_names:
+            assert (memory.tensors[name].view(torch.uint8)[block] == block).all()
+    assert len(layout_of(memory).regions) == 3 + 3 + 1
+
+
 def test_a_part_that_was_not_planned_is_an_assertion_error() -> None:
     facts = make_facts(1, 2)
     _, cache = plan_cache(make_engine_config(num_gpu_blocks_override=40), facts)

@@ -9,17 +9,12 @@ from penstock.utils.errors import ConfigError
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Layers with equal specs share a group. All groups must have blocks of one size, because they share one pool, but
-    for recurrent layers, which have their own.
-    """
+    """Layers with equal specs share a group. Raises ConfigError for recurrent layers of several sizes."""
     layers: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         layers.setdefault(spec, []).append(name)
-    sizes = {spec.block_bytes(1) for spec in layers if not spec.is_recurrent}
     if sum(spec.is_recurrent for spec in layers) > 1:
         raise ConfigError("the model has recurrent layers of several sizes; Penstock needs one size in all of them")
-    if len(sizes) > 1:
-        raise ConfigError(f"layers store {sorted(sizes)} bytes per token; Penstock needs one size in all layers")
     return tuple(KVCacheGroup(tuple(names), spec) for spec, names in layers.items())
 
 

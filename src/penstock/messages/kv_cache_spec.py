@@ -93,10 +93,14 @@ class KVCacheSpec:
         """Returns the elements of `dtype` in a row of the plane."""
         return plane.head_size + (SCALE_BYTES if self.dtype == "int8" else 0)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that this layer stores of a token, or of a state, all planes together."""
+        return sum(plane.num_heads * self.row_size(plane) for plane in self.planes) * DTYPE_BYTES[self.dtype]
+
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of this layer, all planes together."""
-        elements = sum(plane.num_heads * self.row_size(plane) for plane in self.planes)
-        return elements * DTYPE_BYTES[self.dtype] * self.rows_per_block(block_size)
+        return self.token_bytes * self.rows_per_block(block_size)
 
     def rows_per_block(self, block_size: int) -> int:
         """How many rows a block has of each plane and head: one for each token, or a single state."""
@@ -135,8 +139,9 @@ class AttachedLayer:
 class KVCacheConfig:
     """The planned cache, of the whole engine or of one rank (`part`): the groups have the same numbers in both.
 
-    Block ids are shared by all groups: on every rank the j-th layer of every group lives in tensor j. Block 0 is the
-    null block: it represents padding and blocks that left a sliding window, and is never read.
+    Block ids are shared by all groups. On every rank the j-th layers of the groups that store equally many bytes per
+    token share a tensor; groups of another size have tensors of their own, so that an id has memory of every size.
+    Block 0 is the null block: it represents padding and blocks that left a sliding window, and is never read.
     For a model that stores nothing (an encoder) there are no groups, and the null block is the only block.
 
     The group of recurrent layers, if there is one, has `num_states` blocks of its own size, whose ids follow those of
@@ -187,16 +192,22 @@ class KVCacheConfig:
         return replace(self, groups=tuple(groups), attached=tuple(attached))
 
     @property
-    def shared_specs(self) -> list[KVCacheSpec]:
-        """The specs of the tensors that the groups share, one for each; recurrent layers share none."""
-        groups = [group for group in self.groups if not group.spec.is_recurrent]
-        most = max(groups, key=lambda group: len(group.layer_names), default=None)
-        return [] if most is None else [most.spec] * len(most.layer_names)
+    def shared_specs(self) -> dict[int, list[KVCacheSpec]]:
+        """The specs of the tensors that groups of one size share, one for each, by their `KVCacheSpec.token_bytes`;
+        recurrent layers share none.
+        """
+        shared: dict[int, list[KVCacheSpec]] = {}
+        for group in self.groups:
+            size, specs = group.spec.token_bytes, [group.spec] * len(group.layer_names)
+            if not group.spec.is_recurrent and len(specs) > len(shared.get(size, [])):
+                shared[size] = specs
+        return shared
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block id: its share of every tensor of one rank's cache, without recurrent layers."""
-        specs = [*self.shared_specs, *(layer.spec for layer in self.attached)]
+        specs = [spec for of_size in self.shared_specs.values() for spec in of_size]
+        specs += [layer.spec for layer in self.attached]
         return sum(spec.block_bytes(self.block_size) for spec in specs)
 
     @property

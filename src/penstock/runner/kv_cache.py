@@ -18,7 +18,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One rank's allocated cache: one tensor per layer name; layers at the same position in their groups share memory.
+    """One rank's allocated cache: one tensor per layer name; layers at the same position in groups of one size share
+    memory.
 
     `shared` is the named memory that contains tensors, by the address of their storage.
     """
@@ -45,11 +46,11 @@ def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Ten
         shape, dtype = _shape(config, spec), TORCH_DTYPES[spec.dtype]
         return allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    storages = [tensor(spec) for spec in config.shared_specs]
+    storages = {size: [tensor(spec) for spec in specs] for size, specs in config.shared_specs.items()}
     tensors = {
-        name: tensor(group.spec) if group.spec.is_recurrent else storages[index].view(_shape(config, group.spec))
-        for group in config.groups
-        for index, name in enumerate(group.layer_names)
+        name: tensor(spec) if spec.is_recurrent else storages[spec.token_bytes][index].view(_shape(config, spec))
+        for spec, names in ((group.spec, group.layer_names) for group in config.groups)
+        for index, name in enumerate(names)
     }
     tensors.update((layer.name, tensor(layer.spec)) for layer in config.attached)
     return KVCache(config, tensors)

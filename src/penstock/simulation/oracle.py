@@ -177,7 +177,7 @@ class OracleMemory:
     """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size] words; of a
     recurrent layer, [heads of the rank].
 
-    As in a real cache, the j-th layers of all groups but the recurrent ones share memory.
+    As in a real cache, the j-th layers of all groups of one size share memory, but for the recurrent ones.
     """
 
     read_blocks, write_blocks = read_now, write_now
@@ -189,11 +189,12 @@ class OracleMemory:
         self.block_size = config.block_size
         self._specs = {name: group.spec for group in config.groups for name in group.layer_names}
         self._specs |= {layer.name: layer.spec for layer in config.attached}
-        shared = [self._allocate(spec) for spec in config.shared_specs]
+        shared = {size: [self._allocate(spec) for spec in specs] for size, specs in config.shared_specs.items()}
         self.regions: dict[str, bytearray] = {}
         for group in config.groups:
-            own = [self._allocate(group.spec) for _ in group.layer_names] if group.spec.is_recurrent else shared
-            self.regions.update(zip(group.layer_names, own, strict=False))
+            spec, names = group.spec, group.layer_names
+            own = [self._allocate(spec) for _ in names] if spec.is_recurrent else shared.get(spec.token_bytes, [])
+            self.regions.update(zip(names, own, strict=False))
         self.regions.update((layer.name, self._allocate(layer.spec)) for layer in config.attached)
         self.words = {name: memoryview(region).cast("I") for name, region in self.regions.items()}
         self._names = [
