@@ -9,19 +9,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from penstock.config.experts import CLAMPED, SILU
+from penstock.config.families import GELU_TANH
 from penstock.kernels import native
 from penstock.kernels.experts import (
+    ACTIVATIONS,
     Biases,
     ExpertsShape,
     GroupedExperts,
     Groups,
-    clamped_swiglu,
     combine_reference,
     group_reference,
     make_experts,
 )
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.silu_and_mul import silu_and_mul
 from tests.grids import grid
 
 ISAS = (*native.instruction_sets(), "torch")
@@ -69,14 +70,14 @@ class Layer:
     """Experts in slots, and for comparison a linear layer for each weight."""
 
     def __init__(
-        self, isa: str, dtype: torch.dtype, case: Case, has_biases: bool = False, is_clamped: bool = False
+        self, isa: str, dtype: torch.dtype, case: Case, has_biases: bool = False, activation: str = SILU
     ) -> None:
         own = len(case.own)
-        shape = ExpertsShape(NUM_SLOTS, case.hidden, own, case.inner, case.outputs, dtype, is_clamped)
+        shape = ExpertsShape(NUM_SLOTS, case.hidden, own, case.inner, case.outputs, dtype, activation)
         self.experts: GroupedExperts = make_experts(shape, has_biases, library_of(isa))
         self.linears: list[tuple[PackedLinear, PackedLinear]] = []
         self.dense: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.activate = clamped_swiglu if is_clamped else silu_and_mul
+        self.activate = ACTIVATIONS[activation]
         for slot in range(NUM_SLOTS):
             gate_up = values(2 * own, case.hidden, dtype=dtype, seed=10 + slot, scale=2 * case.hidden**-0.5)
             down = values(case.outputs, case.inner, dtype=dtype, seed=20 + slot, scale=case.inner**-0.5)
@@ -237,7 +238,7 @@ def test_the_order_of_the_sum_is_that_of_the_choices() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clamped_activation(isa: str, dtype: torch.dtype) -> None:
     case = CASES[1]
-    layer, ids = Layer(isa, dtype, case, has_biases=True, is_clamped=True), pairs_of("many")
+    layer, ids = Layer(isa, dtype, case, has_biases=True, activation=CLAMPED), pairs_of("many")
     # Large inputs, so that both limits are reached.
     x = values(len(ids), case.hidden, dtype=dtype, seed=1, scale=4)
     groups = layer.experts.group(ids, identity())
@@ -246,6 +247,19 @@ def test_clamped_activation(isa: str, dtype: torch.dtype) -> None:
     assert expected.abs().max() <= 56 < unlimited.abs().max()
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_as_activation(isa: str, dtype: torch.dtype) -> None:
+    layer, ids = Layer(isa, dtype, CASES[1], activation=GELU_TANH), pairs_of("many")
+    x = values(len(ids), CASES[1].hidden, dtype=dtype, seed=1)
+    groups = layer.experts.group(ids, identity())
+    found, expected = layer.experts.gate_up(x, groups), layer.expected_gate_up(x, groups)
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    others = Layer(isa, dtype, CASES[1]).experts.gate_up(x, groups)
+    assert (others - expected).abs().max() > 10 * tolerance
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -71,7 +71,7 @@ def add_experts(calls: NativeCalls) -> None:
     pairs, rows = torch.zeros(tokens * top_k, dtype=torch.int32), torch.zeros(tokens * top_k, dtype=torch.int32)
     starts = torch.zeros(experts + 1, dtype=torch.int32)
     calls.add("experts_group", "pppppnn", ids, slots, pairs, rows, starts, tokens * top_k, experts)
-    for dtype, is_clamped in itertools.product(DTYPES, (0, 1)):
+    for dtype, activation in itertools.product(DTYPES, (0, 1, 2)):
         code = DTYPE_CODES[dtype]
         gate_up, down = torch.zeros(experts, 128 * k, dtype=dtype), torch.zeros(experts, 96 * inner, dtype=dtype)
         for packed, n, width in ((gate_up, 128, k), (down, k, inner)):
@@ -81,9 +81,9 @@ def add_experts(calls: NativeCalls) -> None:
             calls.add("linear_pack", "ppn", layer, numbers(experts * whole, width, scale=0.3, seed=n).to(dtype), 1)
         described = calls.struct(
             "ppppnnnnnnn", gate_up, down, numbers(experts, 2 * inner), numbers(experts, k), experts, k, inner, inner, k,
-            code, is_clamped,
+            code, activation,
         )  # fmt: skip
-        name = f"experts {dtype} {is_clamped}"
+        name = f"experts {dtype} {activation}"
         activated = calls.result(f"{name} gate_up", torch.zeros(tokens * top_k, inner, dtype=dtype))
         outputs = calls.result(f"{name} down", torch.zeros(tokens * top_k, k, dtype=dtype))
         combined = calls.result(f"{name} combine", torch.zeros(tokens, k, dtype=dtype))
@@ -155,9 +155,14 @@ def add_elementwise(calls: NativeCalls) -> None:
         calls.add("silu_and_mul", "ppnnni", gate_up, out, rows, width, THREADS, code)
         for is_tanh in (0, 1):
             out = calls.result(f"gelu_and_mul {name} {is_tanh}", torch.zeros_like(x))
-            calls.add("gelu_and_mul", "ppnnnii", gate_up, out, rows, width, THREADS, is_tanh, code)
+            halves = (gate_up, 2 * width, gate_up.view(-1)[width:], 2 * width)
+            calls.add("gelu_and_mul", "pnpnpnnnii", *halves, out, rows, width, THREADS, is_tanh, code)
             out = calls.result(f"gelu {name} {is_tanh}", x.clone())
             calls.add("gelu", "pnnnii", out, rows, width, THREADS, is_tanh, code)
+        out = calls.result(f"add_and_scale {name}", x.clone())
+        calls.add(
+            "add_and_scale", "ppnnnfi", out, numbers(rows, width, seed=5).to(dtype), rows, width, THREADS, 0.7, code
+        )
         out = calls.result(f"soft_cap {name}", x.clone() * 20)
         calls.add("soft_cap", "pnnnfi", out, rows, width, THREADS, 30.0, code)
     # silu(g) = g / (1 + 2^(-g log2 e)), where the power leaves the normal numbers, and in the middle between integers.
@@ -182,7 +187,7 @@ def add_rope(calls: NativeCalls) -> None:
     for dtype, head_dim, is_float, is_int8 in itertools.product(DTYPES, (64, 72), (0, 1), (0, 1)):
         rotated = head_dim - 24 * (head_dim == 72)
         positions, slots = torch.arange(tokens) + 3, torch.arange(tokens).flip(0).contiguous()
-        norms = [numbers(head_dim, seed=seed).to(torch.float32 if is_float else dtype) for seed in (3, 4)]
+        norms = [numbers(head_dim, seed=seed).to(torch.float32 if is_float else dtype) for seed in (3, 4, 5)]
         name = f"rope {dtype} {head_dim} {is_float} {is_int8}"
         qkv = numbers(tokens, (heads[0] + 2 * heads[1]) * head_dim)
         edges = EDGES * 2.0 ** torch.arange(0, -3 * tokens, -3)[:, None]
@@ -192,7 +197,7 @@ def add_rope(calls: NativeCalls) -> None:
         cache = torch.zeros(1, 2, heads[1], block_size, head_dim, dtype=dtype)
         calls.result(f"{name} cache", cache := quantize_rows(cache) if is_int8 else cache)
         calls.add(
-            "rope_and_store_kv", "pppppppnnnnnnnfiiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
+            "rope_and_store_kv", "ppppppppnnnnnnnfiiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
             tokens, *heads, head_dim, rotated, block_size, THREADS, 1e-6, DTYPE_CODES[dtype], 0, is_float,
             is_int8,
         )  # fmt: skip

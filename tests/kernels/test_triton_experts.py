@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from penstock.config.experts import CLAMPED, SILU
 from penstock.kernels.experts import Biases, ExpertsShape, ReferenceExperts, combine_reference, group_reference
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.triton.experts import HeadsProduct, TritonExperts
@@ -31,14 +32,14 @@ def stored(
         experts.store(slot, gate_up.to(DEVICE), down.to(DEVICE), moved)
 
 
-def shape_of(case: Case, dtype: torch.dtype, is_clamped: bool = False) -> ExpertsShape:
-    return ExpertsShape(NUM_SLOTS, case.hidden, len(case.own), case.inner, case.outputs, dtype, is_clamped)
+def shape_of(case: Case, dtype: torch.dtype, activation: str = SILU) -> ExpertsShape:
+    return ExpertsShape(NUM_SLOTS, case.hidden, len(case.own), case.inner, case.outputs, dtype, activation)
 
 
 def make(
-    case: Case, dtype: torch.dtype, has_biases: bool = False, is_clamped: bool = False, order: list[int] | None = None
+    case: Case, dtype: torch.dtype, has_biases: bool = False, activation: str = SILU, order: list[int] | None = None
 ) -> TritonExperts:
-    shape = shape_of(case, dtype, is_clamped)
+    shape = shape_of(case, dtype, activation)
     experts = TritonExperts(shape, has_biases, DEVICE)
     stored(experts, shape, list(range(NUM_SLOTS)) if order is None else order, has_biases)
     return experts
@@ -54,10 +55,11 @@ def test_equals_linear_layers(
     dtype: torch.dtype, case: int, distribution: str, has_biases: bool, is_clamped: bool
 ) -> None:
     one, ids = CASES[case], pairs_of(distribution).to(DEVICE)
-    shape, tolerance = shape_of(one, dtype, is_clamped), TOLERANCE[dtype]
+    activation = CLAMPED if is_clamped else SILU
+    shape, tolerance = shape_of(one, dtype, activation), TOLERANCE[dtype]
     reference = ReferenceExperts(shape, partial(PackedLinear, library=lambda: None))
     stored(reference, shape, list(range(NUM_SLOTS)), has_biases)
-    experts = make(one, dtype, has_biases, is_clamped)
+    experts = make(one, dtype, has_biases, activation)
     groups = experts.group(ids, identity().to(DEVICE))
     x = 3 * values(len(ids), one.hidden, dtype=dtype, seed=1).to(DEVICE)
     expected = reference.gate_up(x, groups)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from penstock.config.expert_parallel import EPLBConfig, ExpertParallelConfig, parse_expert_parallel
+from penstock.config.experts import CLAMPED
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.core.expert_placement import Target, experts_of, next_round
 from penstock.kernels import native
@@ -232,7 +233,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         self.memories: list[Any] = []
-        shape = ExpertsShape(2, HIDDEN, INNER, INNER, HIDDEN, torch.bfloat16, is_clamped=True)
+        shape = ExpertsShape(2, HIDDEN, INNER, INNER, HIDDEN, torch.bfloat16, CLAMPED)
         made = make_experts(shape, has_biases=True, allocate=self._allocate)
         assert isinstance(made, NativeExperts)
         self.experts = made

@@ -6,9 +6,9 @@ outputs of a token's experts:
 
     x [T, H] -> gate_up -> [P, I] -> down -> [P, O] -> combine -> [T, O]        P = T * top_k pairs, sorted by slot
 
-Every element is computed as `PackedLinear` and `silu_and_mul` compute it: gate and up are rounded to the dtype, the
-activation is rounded to it, and so is an expert's output. `combine` multiplies by the weights and adds in float32, in
-the order of a token's choices, and rounds once. So a row's bits depend on that row and its own experts, not on other
+Every element is computed as `PackedLinear` and one of `ACTIVATIONS` compute it: gate and up are rounded to the dtype,
+the activation is rounded to it, and so is an expert's output. `combine` multiplies by the weights and adds in float32,
+in the order of a token's choices, and rounds once. So a row's bits depend on that row and its own experts, not on other
 rows, the number of threads, or the slot in which an expert is.
 """
 
@@ -22,6 +22,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.config.experts import CLAMPED, SILU
+from penstock.config.families import GELU_TANH
+from penstock.kernels.gelu import gelu_and_mul
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PANEL, PackedFormat, PackedLinear, PackedWeights
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
@@ -45,7 +48,7 @@ class ExpertsShape:
     inner: int  # inputs of down: I
     out_features: int  # of down: this rank's share of H
     dtype: torch.dtype
-    is_clamped: bool = False  # whether the activation is `clamped_swiglu`, else `silu_and_mul`
+    activation: str = SILU  # of ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,14 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return ((up + 1) * (gate * sigmoid_reference(gate * CLAMP_ALPHA))).to(gate_up.dtype)
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    SILU: silu_and_mul,
+    CLAMPED: clamped_swiglu,
+    GELU_TANH: partial(gelu_and_mul, is_tanh=True),
+}
+"""[T, 2I], gate then up, -> [T, I], in the order of the native library's codes."""
+
+
 class _Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -152,7 +163,7 @@ class ReferenceExperts:
         self._shape = shape
         self._make_linear = make_linear
         self._layers: dict[int, tuple[_Linear, _Linear]] = {}
-        self._activate = clamped_swiglu if shape.is_clamped else silu_and_mul
+        self._activate = ACTIVATIONS[shape.activation]
 
     def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
         make = self._make_linear
@@ -221,7 +232,7 @@ class ExpertsDescriptor(ctypes.Structure):
         ("inner", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
-        ("is_clamped", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
         ("gate_up_quantization", ctypes.c_void_p),
         ("down_quantization", ctypes.c_void_p),
     )
@@ -260,7 +271,7 @@ class NativeExperts:
             shape.inner,
             shape.out_features,
             DTYPE_CODES[shape.dtype],
-            shape.is_clamped,
+            list(ACTIVATIONS).index(shape.activation),
             self.gate_up_weights.quantization,
             self.down_weights.quantization,
         )

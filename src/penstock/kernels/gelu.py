@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.native import DTYPE_CODES, library, num_threads
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.sigmoid import sigmoid_reference
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -35,10 +35,28 @@ def gelu_and_mul(gate_up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
     native = library() if gate_up.is_cpu else None
     if native is None:
         return gelu_and_mul_reference(gate_up, is_tanh)
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((rows, width))
-    run, codes = native.function("gelu_and_mul", "ppnnnii"), (is_tanh, DTYPE_CODES[gate_up.dtype])
-    run(gate_up.data_ptr(), out.data_ptr(), rows, width, num_threads(), *codes)
+    gate, up = gate_up.chunk(2, dim=1)
+    return _native(native, gate, up, is_tanh)
+
+
+def gelu_times(gate: torch.Tensor, factor: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
+    """[T, I] each, of which rows of `factor` may be strided, -> [T, I]: gelu(gate) * factor, rounded once."""
+    assert gate.dtype == factor.dtype and gate.dtype in DTYPE_CODES and gate.shape == factor.shape, (
+        f"gate {tuple(gate.shape)} {gate.dtype}, factor {tuple(factor.shape)} {factor.dtype}"
+    )
+    assert gate.is_contiguous() and factor.stride(1) == 1, f"strides {gate.stride()} and {factor.stride()}"
+    native = library() if gate.is_cpu else None
+    if native is None:
+        return gelu_and_mul_reference(torch.cat((gate, factor), 1), is_tanh)
+    return _native(native, gate, factor, is_tanh)
+
+
+def _native(native: NativeLibrary, gate: torch.Tensor, up: torch.Tensor, is_tanh: bool) -> torch.Tensor:
+    out = gate.new_empty(gate.shape)
+    run, codes = native.function("gelu_and_mul", "pnpnpnnnii"), (is_tanh, DTYPE_CODES[gate.dtype])
+    run(
+        gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), *gate.shape, num_threads(), *codes
+    )
     return out
 
 

@@ -2,7 +2,7 @@
 
 A head's first `rotary_dim` dimensions are rotated in half-split pairs (x[i], x[i + rotary_dim / 2]) by the angle of the
 token's position; the rest pass unchanged. Where norm weights are given, each head is RMS-normalised before (Qwen3), as
-`rms_norm` does it. The rotation is float32 and rounded to the dtype once.
+`rms_norm` does it, a value too (Gemma 4). The rotation is float32 and rounded to the dtype once.
 
 The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
 their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size
@@ -33,8 +33,9 @@ def rope_and_store_kv(
     q_norm: torch.Tensor | None = None,  # [D], of the dtype of `qkv` or float32
     k_norm: torch.Tensor | None = None,  # [D], of the dtype of `q_norm`
     eps: float = 1e-6,
+    v_norm: torch.Tensor | None = None,  # [D], of the dtype of `q_norm`; on a CPU only
 ) -> None:
-    """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
+    """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`; nothing if Hkv is 0."""
     tokens, width = qkv.shape
     has_int8_cache = kv_cache.dtype == torch.int8 and not uses_triton(qkv)
     assert qkv.dtype in DTYPE_CODES and (kv_cache.dtype == qkv.dtype or has_int8_cache), (
@@ -58,7 +59,7 @@ def rope_and_store_kv(
     assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
     for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
-    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    norms = [norm for norm in (q_norm, k_norm, v_norm) if norm is not None]
     has_float_norms = any(norm.dtype == torch.float32 for norm in norms)
     norm_dtype = torch.float32 if has_float_norms and not uses_triton(qkv) else qkv.dtype
     for norm in norms:
@@ -67,18 +68,19 @@ def rope_and_store_kv(
         )
     arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)
     if uses_triton(qkv):
+        assert v_norm is None and num_kv_heads, "norms of values, and queries alone, are computed on a CPU only"
         triton_module("rope_and_store_kv").rope_and_store_kv(*arguments)
         return
     native = library()
     if native is None:
-        rope_and_store_kv_reference(*arguments)
+        rope_and_store_kv_reference(*arguments, v_norm)
         return
-    native.function("rope_and_store_kv", "pppppppnnnnnnnfiiii")(
+    native.function("rope_and_store_kv", "ppppppppnnnnnnnfiiii")(
         qkv.data_ptr(), kv_cache.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
-        qkv.shape[0], num_heads, num_kv_heads, head_dim, cos_sin.shape[1], kv_cache.shape[3],
-        num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1, has_float_norms,
-        has_int8_cache,
+        None if v_norm is None else v_norm.data_ptr(), qkv.shape[0], num_heads, num_kv_heads, head_dim,
+        cos_sin.shape[1], kv_cache.shape[3], num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1,
+        has_float_norms, has_int8_cache,
     )  # fmt: skip
 
 
@@ -93,6 +95,7 @@ def rope_and_store_kv_reference(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    v_norm: torch.Tensor | None = None,
 ) -> None:
     block_size, head_dim = kv_cache.shape[3], head_size_of(kv_cache)
     as_stored = quantize_rows if kv_cache.dtype == torch.int8 else torch.Tensor.contiguous
@@ -102,6 +105,7 @@ def rope_and_store_kv_reference(
     blocks, offsets = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
     kv_cache[blocks, 0, :, offsets] = as_stored(_rotated(k, cos_sin, k_norm, eps)[stored])
     for values in v:
+        values = values if v_norm is None else rms_norm_reference(values, v_norm, eps)
         kv_cache[blocks, 1, :, offsets] = as_stored(values[stored])
     q.copy_(_rotated(q, cos_sin, q_norm, eps))
 

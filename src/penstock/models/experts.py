@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from penstock.config.expert_parallel import SPARE
-from penstock.config.experts import CLAMPED, ExpertsConfig
+from penstock.config.experts import ExpertsConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.experts import Biases, ExpertsShape, Formats, GroupedExperts, make_experts
@@ -328,7 +328,7 @@ def _load_experts(
         inner=experts.intermediate_size,
         out_features=len(own(hidden)),
         dtype=weights.dtype,
-        is_clamped=experts.activation == CLAMPED,
+        activation=experts.activation,
     )
     made: GroupedExperts | None = None
     read = _read_single

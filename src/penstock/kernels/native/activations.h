@@ -27,6 +27,19 @@ void silu_and_mul_row(const T* gate, const T* up, T* out, int64_t width) {
     }
 }
 
+// x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu_tanh(Vec x) {
+    const Vec u = splat(0.79788456f) * fma(splat(0.044715f) * x * x, x, x);
+    return x / (splat(1) + exp2(u * splat(-2 * 1.44269504f)));
+}
+
+// gelu(gate) * up with the approximation by a hyperbolic tangent (kernels/gelu.py).
+template <class T>
+void gelu_tanh_and_mul_row(const T* gate, const T* up, T* out, int64_t width) {
+    for (int64_t i = 0; i < width; i += kLanes)
+        store_first(out + i, gelu_tanh(load_first(gate + i, width - i)) * load_first(up + i, width - i), width - i);
+}
+
 // gpt-oss' activation (clamped_swiglu in kernels/experts.py).
 template <class T>
 void clamped_swiglu_row(const T* gate, const T* up, T* out, int64_t width) {

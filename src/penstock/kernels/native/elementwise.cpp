@@ -144,12 +144,6 @@ inline Vec gelu_erf(Vec x) {
     return larger(x, splat(0)) - magnitude * tail;
 }
 
-// x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-inline Vec gelu_tanh(Vec x) {
-    const Vec u = splat(0.79788456f) * fma(splat(0.044715f) * x * x, x, x);
-    return x / (splat(1) + exp2(u * splat(-2 * 1.44269504f)));
-}
-
 template <class T>
 void gelu(void* x, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
     run_each(rows, width, threads, [&](int64_t row) {
@@ -162,14 +156,33 @@ void gelu(void* x, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
 }
 
 template <class T>
-void gelu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
+void gelu_and_mul_row(const T* gate, const T* up, T* out, int64_t width) {
+    for (int64_t i = 0; i < width; i += kLanes)
+        store_first(out + i, gelu_erf(load_first(gate + i, width - i)) * load_first(up + i, width - i), width - i);
+}
+
+// Rows of `gate` and `up` begin every so many elements.
+template <class T>
+void gelu_and_mul(const void* gate, int64_t gate_stride, const void* up, int64_t up_stride, void* out, int64_t rows,
+                  int64_t width, bool is_tanh, int64_t threads) {
     run_each(rows, width, threads, [&](int64_t row) {
-        const T* gate = static_cast<const T*>(gate_up) + row * 2 * width;
-        const T* up = gate + width;
+        const T* from = static_cast<const T*>(gate) + row * gate_stride;
+        const T* factor = static_cast<const T*>(up) + row * up_stride;
         T* to = static_cast<T*>(out) + row * width;
+        is_tanh ? gelu_tanh_and_mul_row(from, factor, to, width) : gelu_and_mul_row(from, factor, to, width);
+    });
+}
+
+// x (+ added, rounded to T) times the factor, in place; `added` may be null.
+template <class T>
+void add_and_scale(void* x, const void* added, int64_t rows, int64_t width, float factor, int64_t threads) {
+    run_each(rows, width, threads, [&](int64_t row) {
+        T* at = static_cast<T*>(x) + row * width;
+        const T* from = added ? static_cast<const T*>(added) + row * width : nullptr;
         for (int64_t i = 0; i < width; i += kLanes) {
-            const Vec a = load_first(gate + i, width - i);
-            store_first(to + i, (is_tanh ? gelu_tanh(a) : gelu_erf(a)) * load_first(up + i, width - i), width - i);
+            Vec total = load_first(at + i, width - i);
+            if (from) total = round_to<T>(total + load_first(from + i, width - i));
+            store_first(at + i, total * splat(factor), width - i);
         }
     });
 }
@@ -198,6 +211,7 @@ struct Rope {
     const int64_t* slots;      // [T], -1 stores nothing
     const void* q_norm;        // [D] of W, or null
     const void* k_norm;        // [D] of W, or null
+    const void* v_norm;        // [D] of W, or null
     int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads;
     float eps;
     bool latent;  // no values, which are part of the keys; else the cache has a second plane of them
@@ -217,17 +231,22 @@ void rotate(const T* x, T* out, const float* cos_sin, int64_t rotary_dim, int64_
     if (x != out) std::memcpy(out + rotary_dim, x + rotary_dim, (head_dim - rotary_dim) * sizeof(T));
 }
 
+// Returns a head, normalised into `normed` if there is a norm.
+template <class T, class W>
+const T* norm_head(const Rope& rope, const T* x, T* normed, const W* norm) {
+    if (!norm) return x;
+    const float inverse = inverse_rms(x, rope.head_dim, rope.eps);
+    for (int64_t i = 0; i < rope.head_dim; i += kLanes) {
+        const int64_t left = rope.head_dim - i;
+        store_first(normed + i, normalized<T>(load_first(x + i, left), inverse, norm + i, left), left);
+    }
+    return normed;
+}
+
 template <class T, class W>
 void rope_head(const Rope& rope, const T* x, T* out, const W* norm, int64_t token) {
     T normed[kMostHeadDim];
-    if (norm) {
-        const float inverse = inverse_rms(x, rope.head_dim, rope.eps);
-        for (int64_t i = 0; i < rope.head_dim; i += kLanes) {
-            const int64_t left = rope.head_dim - i;
-            store_first(normed + i, normalized<T>(load_first(x + i, left), inverse, norm + i, left), left);
-        }
-        x = normed;
-    }
+    x = norm_head(rope, x, normed, norm);
     const float* cos_sin = rope.cos_sin + rope.positions[token] * rope.rotary_dim;
     rotate(x, out, cos_sin, rope.rotary_dim, rope.head_dim);
 }
@@ -254,14 +273,16 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
         for (int64_t head = 0; head < rope.num_heads; ++head)
             rope_head(rope, q + head * dim, q + head * dim, static_cast<const W*>(rope.q_norm), token);
         const int64_t slot = rope.slots[token];
-        if (slot < 0) return;
+        if (slot < 0 || rope.num_kv_heads == 0) return;
         const T* k = q + rope.num_heads * dim;
         const T* v = k + rope.num_kv_heads * dim;
         const int64_t head_stride = rope.block_size * row, value_offset = rope.num_kv_heads * head_stride;
         C* to = static_cast<C*>(kv_cache) + slot / rope.block_size * planes * value_offset + slot % rope.block_size * row;
+        T normed[kMostHeadDim];
         for (int64_t head = 0; head < rope.num_kv_heads; ++head, to += head_stride) {
             store_key(rope, k + head * dim, to, static_cast<const W*>(rope.k_norm), token);
-            if (!rope.latent) store_row(v + head * dim, dim, to + value_offset);
+            if (rope.latent) continue;
+            store_row(norm_head(rope, v + head * dim, normed, static_cast<const W*>(rope.v_norm)), dim, to + value_offset);
         }
     });
 }
@@ -314,12 +335,21 @@ PENSTOCK_EXPORT(void, gelu)
 PENSTOCK_RECORDABLE(gelu)
 
 PENSTOCK_EXPORT(void, gelu_and_mul)
-(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
-#define CALL(T) gelu_and_mul<T>(gate_up, out, rows, width, is_tanh != 0, threads)
+(const void* gate, int64_t gate_stride, const void* up, int64_t up_stride, void* out, int64_t rows, int64_t width,
+ int64_t threads, int32_t is_tanh, int32_t dtype) {
+#define CALL(T) gelu_and_mul<T>(gate, gate_stride, up, up_stride, out, rows, width, is_tanh != 0, threads)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
 PENSTOCK_RECORDABLE(gelu_and_mul)
+
+PENSTOCK_EXPORT(void, add_and_scale)
+(void* x, const void* added, int64_t rows, int64_t width, int64_t threads, float factor, int32_t dtype) {
+#define CALL(T) add_and_scale<T>(x, added, rows, width, factor, threads)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+PENSTOCK_RECORDABLE(add_and_scale)
 
 PENSTOCK_EXPORT(void, soft_cap)
 (void* x, int64_t rows, int64_t width, int64_t threads, float cap, int32_t dtype) {
@@ -341,10 +371,10 @@ PENSTOCK_EXPORT(void, sigmoid)(float* x, int64_t count) { sigmoid(x, count); }
 
 PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
- const void* k_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
- int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent, int32_t has_float_norms,
- int32_t has_int8_cache) {
-    const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  tokens, num_heads,
+ const void* k_norm, const void* v_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+ int64_t rotary_dim, int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent,
+ int32_t has_float_norms, int32_t has_int8_cache) {
+    const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  v_norm, tokens,     num_heads,
                     num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps,    latent != 0};
 #define CALL(T)                                                                        \
     has_float_norms ? rope_and_store_kv<T, float>(rope, qkv, kv_cache, has_int8_cache) \

@@ -21,7 +21,7 @@ struct Experts {
     int64_t inner;
     int64_t out_features;
     int64_t dtype;
-    int64_t is_clamped;
+    int64_t activation;  // the place in ACTIVATIONS of kernels/experts.py
     const Quantization* gate_up_quantization;  // or null
     const Quantization* down_quantization;
 };
@@ -89,14 +89,16 @@ void in_cached_rows(const Task& task, int64_t k, const Run& run) {
 
 // Activates the products `gate_up`, [rows, 2, kPanel], into `columns` columns of out.
 template <class T>
-void activate(const char* gate_up, char* out, int64_t out_stride, int64_t rows, int64_t columns, bool is_clamped) {
+void activate(const char* gate_up, char* out, int64_t out_stride, int64_t rows, int64_t columns, int64_t activation) {
     // The tiles stored the products under another type.
     asm volatile("" : : : "memory");
     for (int64_t row = 0; row < rows; ++row) {
         const T* gate = reinterpret_cast<const T*>(gate_up) + row * 2 * kPanel;
         T* to = reinterpret_cast<T*>(out + row * out_stride);
-        if (is_clamped)
+        if (activation == 1)
             penstock::ISA::clamped_swiglu_row(gate, gate + kPanel, to, columns);
+        else if (activation == 2)
+            penstock::ISA::gelu_tanh_and_mul_row(gate, gate + kPanel, to, columns);
         else
             penstock::ISA::silu_and_mul_row(gate, gate + kPanel, to, columns);
     }
@@ -143,7 +145,7 @@ void gate_up_rows(const Experts& experts, const Task& task, const char* x, const
             return tile;
         });
         activate<typename Stored<Element>::Type>(products, out + row * stride + column * kElement, stride, rows, columns,
-                                                 experts.is_clamped != 0);
+                                                 experts.activation);
     }
 }
 

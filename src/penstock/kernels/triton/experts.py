@@ -81,8 +81,8 @@ class TritonExperts:
         gate_up = torch.zeros((count, 2 * shape.own_inner, shape.in_features), **options)
         down = torch.zeros((count, shape.out_features, shape.inner), **options)
         biases = Biases(gate_up[..., 0].contiguous(), down[..., 0].contiguous()) if has_biases else None
-        activation = "clamped" if shape.is_clamped else "silu"
-        self._gate_up = GroupedProduct(gate_up, biases and biases.gate_up, activation)
+        assert shape.activation in ("silu", "clamped"), f"{shape.activation} is computed on a CPU only"
+        self._gate_up = GroupedProduct(gate_up, biases and biases.gate_up, shape.activation)
         self._down = GroupedProduct(down, biases and biases.down)
 
     def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
