@@ -95,6 +95,8 @@ DELTA_EXPERTS = {
     "shared_expert_intermediate_size": 56,
 }
 
+GEMMA4 = {**GQA, "global_head_dim": 64, "sliding_window": 24, "tie_word_embeddings": True}
+
 # name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-mha-80": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80}),
@@ -280,6 +282,50 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 4.0,
         },
     ),
+    # Layers without a window have other heads, and their values are their keys.
+    "gemma4": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    # The last four layers read the keys and values of the third and fourth.
+    "gemma4-shared": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": COMMON["vocab_size"],
+        },
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "attention_bias": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        {**GEMMA4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"], "num_global_key_value_heads": 1},
+    ),
     # Its second layer is dense.
     "qwen3-moe": (
         "qwen3_moe",
@@ -380,6 +426,14 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         {**CHECKPOINTS["gemma3"][1], "model_type": "gemma3_text"},
         {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+    "gemma4": (
+        {**CHECKPOINTS["gemma4-shared"][1], "model_type": "gemma4_text", "pad_token_id": 0},
+        {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "gemma4_unified": (
+        {**CHECKPOINTS["gemma4-unified"][1], "model_type": "gemma4_unified_text", "pad_token_id": 0},
+        {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
     ),
     "mistral3": (
         {**CHECKPOINTS["ministral3"][1], "model_type": "ministral3"},
@@ -530,8 +584,8 @@ def save_random(config: Any, path: Path, kind: Any, dtype: torch.dtype, save: di
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             assert parameter.isfinite().all(), parameter_name
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
-                buffer.copy_(torch.randn_like(buffer) * 0.3)
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(path, **(save or {}))
     return path
 

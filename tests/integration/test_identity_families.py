@@ -49,6 +49,9 @@ FAMILIES = (
     "cohere2",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-shared",
+    "gemma4-moe",
     "gpt-oss",
     "qwen3.5",
     "qwen3.5-moe",
@@ -68,6 +71,7 @@ NUM_EXPERTS = {
     "deepseek-v2": 8,
     "deepseek-v3": 12,
     "glm-flash": 10,
+    "gemma4-moe": 7,
     "gpt-oss": 6,
     "qwen3.5-moe": 10,
     "lfm2-moe": 7,
@@ -126,7 +130,17 @@ PAIRS = {
     "more ranks of P": ((3, 2, 16), (2, 1, 16)),
 }
 # With windows in some layers, a request needs blocks of two groups.
-WITH_TWO_GROUPS = ("olmo3", "exaone4", "cohere2", "gemma2", "gemma3", "gpt-oss")
+WITH_TWO_GROUPS = (
+    "olmo3",
+    "exaone4",
+    "cohere2",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-shared",
+    "gemma4-moe",
+    "gpt-oss",
+)
 # Cells of every run besides those of the grid: norms and rotations that ranks or stages could divide wrongly.
 ALWAYS = {
     ("olmo2", "three ranks, drafts"),
@@ -134,6 +148,15 @@ ALWAYS = {
     ("gemma3", "ranks of stages"),
     ("gemma3", "a tier"),
     ("gemma3", "ranks of D"),
+    ("gemma4", "two ranks"),
+    ("gemma4", "preemption"),
+    ("gemma4", "a tier"),
+    ("gemma4", "ranks of D"),
+    ("gemma4-shared", "drafts"),
+    ("gemma4-shared", "three ranks, drafts"),
+    ("gemma4-shared", "ranks of stages"),
+    ("gemma4-shared", "a tier"),
+    ("gemma4-shared", "ranks and stages"),
     ("gpt-oss", "two ranks"),
     ("gpt-oss", "stages"),
     ("gpt-oss", "a tier"),

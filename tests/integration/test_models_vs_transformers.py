@@ -34,6 +34,10 @@ WITH_TWO_GROUPS = (
     "cohere2",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-shared",
+    "gemma4-moe",
+    "gemma4-unified",
     "gpt-oss",
 )
 NUM_BLOCKS.update(dict.fromkeys(WITH_TWO_GROUPS, 20))

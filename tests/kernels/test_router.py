@@ -82,6 +82,17 @@ def make_router(isa: str, config: ExpertsConfig, correction: torch.Tensor | None
     return Router(config, correction, lambda: None if isa == "torch" else native.library_for(isa))
 
 
+@pytest.mark.parametrize("isa", [*native.instruction_sets(), "torch"])
+def test_experts_have_scales_of_their_own(isa: str) -> None:
+    config, random = config_of(num_experts=17), torch.Generator().manual_seed(0)
+    logits, scales = torch.randn(30, 17, generator=random), torch.randn(17, generator=random)
+    library = None if isa == "torch" else native.library_for(isa)
+    ids, weights = Router(config, None, lambda: library)(logits)
+    found_ids, found = Router(config, None, lambda: library, scales)(logits)
+    assert torch.equal(found_ids, ids)
+    assert torch.equal(found, weights * scales[ids])
+
+
 def config_of(**fields: Any) -> ExpertsConfig:
     return ExpertsConfig(**{"top_k": 3, "intermediate_size": 8, "sparse_layers": (True,), **fields})
 

@@ -99,8 +99,9 @@ def add_router(calls: NativeCalls) -> None:
     for (scores, groups), count in itertools.product(((0, 1), (1, 4), (2, 1)), (8, 160)):
         logits = torch.cat((numbers(5, count, scale=4), numbers(5, count, scale=60), torch.zeros(1, count)))
         router = calls.struct(
-            "pnnnnnnnff", numbers(count), count, 6, scores, groups, max(1, groups // 2), 1, scores, 1e-20, 2.5
-        )
+            "ppnnnnnnnff", numbers(count), numbers(count, seed=1), count, 6, scores, groups, max(1, groups // 2), 1,
+            scores, 1e-20, 2.5,
+        )  # fmt: skip
         ids = calls.result(f"route ids {scores} {count}", torch.zeros(len(logits), 6, dtype=torch.int64))
         weights = calls.result(f"route weights {scores} {count}", torch.zeros(len(logits), 6))
         calls.add("route", "ppppnn", router, logits, ids, weights, len(logits), THREADS)

@@ -12,12 +12,14 @@ import torch
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.families import NO_MULTIPLIERS, text_part
+from penstock.config.layer_heads import KVHeads, PerLayerInputs
 from penstock.config.model import ModelConfig, parse_model_config
 from penstock.config.recurrent import ConvSizes, MambaSizes
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
 from penstock.models.sources.dummy import DummySource
 from penstock.models.weights import Weights
+from penstock.parallel.topology import stages
 from penstock.utils.errors import ConfigError
 
 SHAPE: dict[str, Any] = {
@@ -54,6 +56,45 @@ def test_fields_that_published_files_leave_out() -> None:
     assert (config.window_rope.theta, config.window_rope.rope_type) == (1e4, "default")
     assert config.multipliers.attention == 256**-0.5
     assert config.activation == "gelu_tanh"
+
+
+def test_the_kinds_of_layers_of_a_gemma_4() -> None:
+    """Fields as in Google's files of E2B: the last layer has no window whatever `layer_types` says."""
+    text = {"model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 10}
+    text |= {"num_kv_shared_layers": 4, "num_key_value_heads": 1, "global_head_dim": 512, "use_double_wide_mlp": True}
+    text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3 + ["sliding_attention"]}
+    raw = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    config = parse_model_config(Path("model"), {**raw, "dtype": "bfloat16"}, "auto")
+    assert (config.model_type, config.wrapper, config.dtype) == ("gemma4_text", "gemma4", "bfloat16")
+    assert config.layer_windows == (512, 512, 0) * 3 + (0,)
+    assert [config.kv_source(layer) for layer in range(10)] == [0, 1, 2, 3, 4, 5, 4, 4, 5, 5]
+    assert [config.layer_heads(layer) for layer in (4, 5)] == [KVHeads(1, 256), KVHeads(1, 512)]
+    assert [config.layer_rotary_dim(layer) for layer in (4, 5)] == [256, 512]
+    assert config.window_rope is not None
+    assert (config.window_rope.theta, config.window_rope.rope_type) == (1e4, "default")
+    assert (config.rope.theta, config.rope.rope_type) == (1e6, "proportional")
+    assert config.per_layer_inputs == PerLayerInputs(size=256, vocab_size=262144)
+    assert (config.multipliers.embedding, config.multipliers.attention) == (1536**0.5, 1.0)
+    assert config.tie_word_embeddings
+    assert config.experts is None
+    assert parse("gemma4_text").layer_windows == (512,) * 5 + (0, 512, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "full"),
+    [
+        ({}, KVHeads(2, 512)),
+        ({"global_head_dim": 24}, None),
+        # The number of heads is that of others unless keys are values, as in transformers.
+        ({"num_global_key_value_heads": 1}, KVHeads(2, 512)),
+        ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, KVHeads(1, 512)),
+        ({"per_layer_config": {"5": {"head_dim": 48}, "7": {"head_dim": 48}}}, KVHeads(2, 48)),
+        ({"per_layer_config": {str(layer): {"num_key_value_heads": 4} for layer in (5, 7)}}, KVHeads(4, 24)),
+        ({"per_layer_config": {}}, None),
+    ],
+)
+def test_the_heads_of_layers_without_a_window(fields: dict[str, Any], full: KVHeads | None) -> None:
+    assert parse("gemma4_text", head_dim=24, num_key_value_heads=2, **fields).full_heads == full
 
 
 @pytest.mark.parametrize(
@@ -260,6 +301,27 @@ def test_an_encoder_s_epsilon() -> None:
         ("mistral", {"sliding_window": -1}, "sliding_window must not be negative, got -1"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention of a gemma3_text must be"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping of a gemma3_text must be None"),
+        (
+            "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention of a .* must be None",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "leaves no layer of the kind full_attention"),
+        ("gemma4_text", {"num_kv_shared_layers": 8}, "num_kv_shared_layers=8 of 8 layers leaves no layer of the kind"),
+        ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 48}}}, "layers of the kind full_attention different"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"0": {"head_dim": 48}}},
+            "layers of the kind sliding_attention diff",
+        ),
+        ("gemma4_text", {"per_layer_config": {"5": {"sliding_window": 8}}}, "layer 5 has sliding_window, which Pens"),
+        ("gemma4_text", {"global_head_dim": 0}, "head_dim must be an integer of at least 1, got 0"),
+        ("gemma4_text", {"num_global_key_value_heads": 5, "attention_k_eq_v": True}, "not a multiple of the 5 heads"),
+        (
+            "gemma4_text",
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "is more than the 4 experts of a layer",
+        ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm of a cohere2 must be False, got True"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv of a olmo2 must be None, got 8.0"),
         ("gemma2", {"final_logit_softcapping": -30}, "final_logit_softcapping must be a positive number or null"),
@@ -300,12 +362,27 @@ def test_queries_are_scaled_by_the_context_that_they_have_left_behind() -> None:
     assert parse("mistral", rope_parameters=rope).multipliers == NO_MULTIPLIERS
 
 
+def test_a_stage_without_the_layer_whose_keys_it_reads_is_refused_before_weights_are_read() -> None:
+    config = parse("gemma4_text", num_kv_shared_layers=2, hidden_size_per_layer_input=0, head_dim=24)
+    weights = Weights(DummySource(torch.device("cpu")), torch.float32, torch.device("cpu"))
+    first, last = stages(8, 2, (5, 3))
+    with pytest.raises(ConfigError, match=r"layer 6 of model reads .* of layer 4.*begin with layer 4 .*=4,4 of two"):
+        build_model(config, weights, stage=last)
+    assert not weights.digest.rows()
+    assert len(build_model(config, weights, stage=first).kv_cache_specs) == 5
+    assert list(build_model(config, weights, stage=stages(8, 2)[1]).kv_cache_specs) == [
+        "model.layers.4.self_attn",
+        "model.layers.5.self_attn",
+    ]
+
+
 @pytest.mark.parametrize(
     ("model_type", "what"),
     [
         ("smollm3", "layers without rotation"),
         ("olmo2", "norms that are rounded once"),
         ("gemma3_text", "norms that are rounded once"),
+        ("gemma4_text", "norms that are rounded once"),
         ("cohere2", "layers without rotation"),
     ],
 )

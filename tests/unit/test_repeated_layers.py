@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock.attention.forward_context import ForwardContext
-from penstock.config.families import MultipliersConfig
+from penstock.config.families import GELU_TANH, MultipliersConfig
+from penstock.config.layer_heads import KVHeads, PerLayerInputs
 from penstock.config.model import ModelConfig
 from penstock.kernels import native, recording
 from penstock.kernels.quantized import quantize_absmax
@@ -21,6 +22,19 @@ from tests.unit.test_fused_decode import MODELS, VOCAB, caches_of, context_of, m
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the torch references are not recorded")
 AUX_LAYERS = (1, 2)
+# The last two layers read the keys and values of the first two.
+SHARED = replace(
+    MODELS["llama"],
+    model_type="gemma4_text",
+    num_hidden_layers=4,
+    layer_windows=(7, 0, 7, 0),
+    kv_sources=(0, 1, 0, 1),
+    full_heads=KVHeads(1, 48),
+    has_keys_as_values=True,
+    per_layer_inputs=PerLayerInputs(size=8, vocab_size=VOCAB),
+    activation=GELU_TANH,
+    multipliers=MultipliersConfig(embedding=8.0, attention=1.0),
+)
 
 
 class Calls:
@@ -93,6 +107,34 @@ def test_the_bits_of_the_layers_themselves(name: str, monkeypatch: pytest.Monkey
 def test_streams_are_kept_between_the_layers(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     check(MODELS["llama"], monkeypatch, AUX_LAYERS)
     assert calls.noted == ["repeat"] * 12
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is computed on a CPU only")
+def test_layers_that_read_another_s_keys_and_inputs_of_their_own(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    check(SHARED, monkeypatch)
+    assert calls.noted == ["repeat"] * 6
+    calls.noted.clear()
+    # The streams are kept between sources and readers.
+    check(SHARED, monkeypatch, (2,))
+    assert calls.noted == ["repeat"] * 12
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is computed on a CPU only")
+def test_hooks_are_not_called_for_layers_that_store_nothing(calls: Calls) -> None:
+    ours, other = Run(SHARED, 2), Run(SHARED, 2)
+    first, second = (f"model.layers.{layer}.self_attn" for layer in (0, 1))
+    assert set(ours.caches) == {first, second}
+    for run in (ours, other):
+        for counts in ((9, 5), (1, 1), (1, 1)):
+            run.step(counts)
+    calls.noted.clear()
+    assert torch.equal(ours.step((1, 1), calls), other.step((1, 1)))
+    around = [f"wait {first}", "repeat", f"save {first}", f"wait {second}", "repeat", f"save {second}"]
+    assert calls.noted == [*around, "repeat", "repeat", "repeat"]
+    # A step that nothing repeats calls them alike.
+    calls.noted.clear()
+    ours.step((2, 3), calls)
+    assert calls.noted == [each for each in around if each != "repeat"]
 
 
 def test_hooks_are_called_around_every_layer(calls: Calls) -> None:

@@ -46,6 +46,8 @@ class AttentionHeads:
     rotary: Tensor  # [max_position, number of rotated dimensions] float32: cos, sin; width 0: no rotation
     q_norm: Tensor | None = None  # [head_size]
     k_norm: Tensor | None = None  # [head_size]
+    v_norm: Tensor | None = None  # [head_size]
+    has_own_kv: bool = True  # else there are only queries, and the cache is another layer's
     eps: float = 1e-6
     is_causal: bool = True  # else a token attends to all tokens of its request, as in an encoder
     softcap: float = 0.0  # as in `Softmax`
@@ -85,6 +87,7 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """[num_tokens, (num_heads + planes * num_kv_heads) * head_size] -> [num_tokens, num_heads * value_size].
 
+        Without keys and values of its own a layer has [num_tokens, num_heads * head_size].
         `positions` is [num_tokens] int64, `kv_cache` [num_blocks, planes, num_kv_heads, block_size, head_size]. `qkv`
         may be overwritten.
         """

@@ -14,8 +14,9 @@ from penstock.utils.layer_hooks import NO_HOOKS, LayerHooks
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Passed through the model to its attention layers; keyed by layer name.
+    """Passed through the model to its layers; keyed by layer name.
 
+    `per_layer` [num_tokens, layers * size] are the inputs of a model's layers besides the stream, if it has such.
     `draft_inputs` [rows, most drafts, inputs of a token] are what recurrent layers keep of drafts.
     """
 
@@ -24,6 +25,7 @@ class ForwardContext:
     attention: AttentionBackend
     hooks: LayerHooks = NO_HOOKS
     draft_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    per_layer: torch.Tensor | None = None
 
     def state_requests(self, name: str) -> StateRequests:
         """Returns the requests of the recurrent layer `name`."""

@@ -38,7 +38,8 @@ def queries_of(qkv: Tensor, heads: AttentionHeads) -> Tensor:
 def rotate_and_store(
     qkv: Tensor, positions: Tensor, heads: AttentionHeads, kv_cache: Tensor, metadata: AttentionMetadata
 ) -> None:
-    """Rotates the queries in `qkv`, and stores rotated keys, and values."""
-    tokens = (positions, kv_cache, metadata.slot_mapping)
-    norms = (heads.q_norm, heads.k_norm, heads.eps)
-    rope_and_store_kv(qkv, heads.num_heads, heads.keys.num_heads, heads.rotary, *tokens, *norms)
+    """Rotates the queries in `qkv`, and stores rotated keys, and values, if there are any."""
+    num_kv_heads = heads.keys.num_heads if heads.has_own_kv else 0
+    tokens = (positions, kv_cache[:, :, :num_kv_heads], metadata.slot_mapping)
+    norms = (heads.q_norm, heads.k_norm, heads.eps, heads.v_norm)
+    rope_and_store_kv(qkv, heads.num_heads, num_kv_heads, heads.rotary, *tokens, *norms)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.families import read_activation
 from penstock.config.fields import read_count
 from penstock.utils.errors import ConfigError
 
@@ -46,6 +47,7 @@ class ExpertsConfig:
     has_shared_gate: bool = False  # a sigmoid, one number per token, multiplies the shared MLP's result
     activation: str = SILU
     has_biases: bool = False
+    has_expert_scales: bool = False  # an expert's weights are multiplied by a number of its own, after all else
 
     def is_sparse(self, layer: int) -> bool:
         """Returns whether the layer has experts; layers after the model's own, of draft modules, have."""
@@ -135,6 +137,19 @@ def _read_gpt_oss(raw: Mapping[str, Any]) -> ExpertsConfig:
     )
 
 
+def _read_gemma4(raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    if not raw.get("enable_moe_block"):
+        return None
+    return ExpertsConfig(
+        num_experts=_num_experts(raw),
+        top_k=read_count(raw, "top_k_experts"),
+        intermediate_size=read_count(raw, "moe_intermediate_size"),
+        sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
+        activation=read_activation(raw),
+        has_expert_scales=True,
+    )
+
+
 def _read_deepseek(raw: Mapping[str, Any]) -> ExpertsConfig:
     """Reads DeepSeek-V2's, V3's and GLM's fields. Only V2 has a choice of methods; the later ones have V3's."""
     is_v2 = raw["model_type"] == "deepseek_v2"
@@ -181,6 +196,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig | None]] = {
     "mixtral": _read_mixtral,
     "deepseek_v2": _read_deepseek,
     "deepseek_v3": _read_deepseek,
+    "gemma4_text": _read_gemma4,
     "glm4_moe_lite": _read_deepseek,
     "gpt_oss": _read_gpt_oss,
     "granitemoehybrid": _read_granite,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.fields import read_count
+from penstock.config.layer_heads import GEMMA4
 from penstock.config.recurrent import LINEAR, recurrent_kind, recurrent_layer_types
-from penstock.config.rope import FULL, SLIDING, smollm3_unrotated
+from penstock.config.rope import FULL, PROPORTIONAL, SLIDING, smollm3_unrotated
 from penstock.utils.errors import ConfigError
 
 SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
@@ -26,6 +27,18 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
+}
+_GEMMA4: dict[str, Any] = {
+    **_GEMMA,
+    "vocab_size": 262144,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131072,
+    "attention_k_eq_v": False,
+    "rope_parameters": {
+        FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 _SPARSE_QWEN: dict[str, Any] = {
     "rope_theta": 1e7,
@@ -68,6 +81,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
+    "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
+    "gemma4_unified_text": {**_GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
     "glm4": {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
     "gpt_oss": {
         "attention_bias": True,
@@ -118,7 +133,17 @@ _QWEN_VL = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
 _WITHOUT_DEFAULT_WINDOW = ("qwen2", "qwen3", "qwen3_moe", *_QWEN_VL)
 _WITH_FULL_LAYERS_FIRST = ("qwen2", "qwen3", *_QWEN_VL)
 # Multimodal models whose text part attends to earlier tokens alone, as if it stood by itself.
-_WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+_WRAPPERS = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+    "mistral3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 # Multimodal models whose published files have the fields of the text part outside, without a `text_config`.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Fields that change the result in a way that Penstock does not compute, and the values that do not.
@@ -126,6 +151,8 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
     "gemma2": {"use_bidirectional_attention": (None, False)},
     "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
+    "gemma4_text": {"use_bidirectional_attention": ("vision", None)},
+    "gemma4_unified_text": {"use_bidirectional_attention": ("vision", None)},
     "granitemoehybrid": {
         "position_embedding_type": (None, "nope", "rope"),
         "mamba_proj_bias": (None, False),
@@ -185,7 +212,17 @@ def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
     filled = {**_DEFAULTS.get(model_type, {}), **raw}
     if model_type == "granitemoehybrid" and read_count(filled, "num_local_experts", least=0) == 0:
         return {**filled, "intermediate_size": filled["shared_intermediate_size"]}
+    if model_type in GEMMA4:
+        return {**filled, **_gemma4_fields(filled)}
     return {**filled, **_lfm2_fields(filled)} if model_type in ("lfm2", "lfm2_moe") else filled
+
+
+def _gemma4_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the kinds of all layers, of which the last always has no window; and the default for null."""
+    num_layers = read_count(raw, "num_hidden_layers")
+    types = read_layer_types(raw, num_layers)
+    rope = raw.get("rope_parameters") or _GEMMA4["rope_parameters"]
+    return {"layer_types": [*types[:-1], FULL], "rope_parameters": rope}
 
 
 def _lfm2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,6 +325,9 @@ def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Multipl
             attention=float(raw["query_pre_attn_scalar"]) ** -0.5,
             logits_cap=read_soft_cap(raw, "final_logit_softcapping"),
         )
+    if model_type in GEMMA4:
+        cap = read_soft_cap(raw, "final_logit_softcapping")
+        return MultipliersConfig(embedding=math.sqrt(raw["hidden_size"]), attention=1.0, logits_cap=cap)
     if model_type == "cohere2":
         return MultipliersConfig(logits=float(raw["logit_scale"]))
     if model_type == "ministral3" and rope.get("llama_4_scaling_beta"):

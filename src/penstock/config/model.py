@@ -29,6 +29,13 @@ from penstock.config.families import (
     with_defaults,
 )
 from penstock.config.latent import LatentConfig, read_latent
+from penstock.config.layer_heads import (
+    KVHeads,
+    PerLayerInputs,
+    read_full_heads,
+    read_kv_sources,
+    read_per_layer_inputs,
+)
 from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
 from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, MambaSizes, read_conv, read_delta, read_mamba
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
@@ -85,6 +92,11 @@ class ModelConfig:
     activation: str = SILU  # of gated MLPs
     multipliers: MultipliersConfig = NO_MULTIPLIERS
     wrapper: str = ""
+    full_heads: KVHeads | None = None  # of the layers without a window, if they have others
+    kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer reads, if some read another's
+    has_keys_as_values: bool = False  # in layers without a window keys, before their norm and rotation, are the values
+    has_wide_readers: bool = False  # layers that read another's keys and values have MLPs of twice the size
+    per_layer_inputs: PerLayerInputs | None = None
     kv_cache_dtype: str = "auto"  # of `KV_CACHE_DTYPES`; auto is `dtype`
 
     @property
@@ -95,6 +107,19 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated, the first ones."""
         return int(self.head_dim * self.rotary_factor) if self.latent is None else self.latent.rotary_size
+
+    def layer_rotary_dim(self, layer: int) -> int:
+        """Returns the same for a layer whose heads may be others."""
+        return self.rotary_dim if self.full_heads is None else self.layer_heads(layer).size
+
+    def layer_heads(self, layer: int) -> KVHeads:
+        if self.full_heads is not None and not self.layer_windows[layer]:
+            return self.full_heads
+        return KVHeads(self.num_key_value_heads, self.head_dim)
+
+    def kv_source(self, layer: int) -> int:
+        """Returns the layer whose keys and values the layer reads, in most models its own."""
+        return self.kv_sources[layer] if self.kv_sources else layer
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Returns the layer's rotation, None if it has none."""
@@ -174,6 +199,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
             f"{path}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
     head_dim = _positive(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
+    full_heads = read_full_heads(raw, layer_types, KVHeads(num_kv_heads, head_dim))
     window = read_window(raw)
     if FULL not in layer_types and window >= raw.get("max_position_embeddings", math.inf):
         window = 0  # it hides nothing (Phi-4-mini)
@@ -218,6 +244,11 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         rotary_factor=ropes.rotary_factor,
         activation=read_activation(raw) if encoder is None or encoder.has_gated_layers else SILU,
         multipliers=read_multipliers(raw, ropes.rope.scaling),
+        full_heads=full_heads,
+        kv_sources=read_kv_sources(raw, layer_types),
+        has_keys_as_values=bool(raw.get("attention_k_eq_v", False)),
+        has_wide_readers=bool(raw.get("use_double_wide_mlp", False)),
+        per_layer_inputs=read_per_layer_inputs(raw),
     )
 
 

@@ -17,6 +17,8 @@ from penstock.utils.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LONGROPE = "longrope"
+# Rotates a part of the dimensions, but in pairs over the whole head.
+PROPORTIONAL = "proportional"
 # Other names of the same rules. With text alone, all three coordinates of a multimodal position are equal.
 _ALIASES = {"su": LONGROPE, "mrope": "default"}
 # In these, layers without a window have no rotation if others have a window.
@@ -29,7 +31,8 @@ class RopeConfig:
     """Rotary embedding: the base and, if the checkpoint extends its context, how.
 
     `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "llama3", "yarn",
-    "longrope"). A "longrope" has two sets of factors: `for_length` adds to its parameters which of them is used.
+    "longrope", "proportional"). A "longrope" has two sets of factors: `for_length` adds to its parameters which of them
+    is used.
     """
 
     theta: float
@@ -74,6 +77,8 @@ def read_ropes(raw: Mapping[str, Any], layer_types: tuple[str, ...]) -> LayerRop
         window = _rope(raw, {"rope_theta": given.get("rope_theta")})
     rope = _rope(raw, full)
     factor = float(full.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    if rope.rope_type == PROPORTIONAL:
+        factor = 1.0
     if factor != 1.0 and raw["model_type"] not in _PARTIAL:
         raise ConfigError(f"partial_rotary_factor must be 1.0 for a {raw['model_type']}, got {factor}")
     return LayerRopes(

@@ -25,6 +25,7 @@ class _Descriptor(ctypes.Structure):
 
     _fields_ = (
         ("correction", ctypes.c_void_p),
+        ("expert_scales", ctypes.c_void_p),
         ("num_experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
         ("scores", ctypes.c_int64),
@@ -45,16 +46,19 @@ class Router:
         config: ExpertsConfig,
         correction: torch.Tensor | None = None,
         library: Callable[[], NativeLibrary | None] = library,
+        expert_scales: torch.Tensor | None = None,
     ) -> None:
-        """`correction`, [num_experts] float32, is added to the scores for the choice alone. `library` is as for
-        `PackedLinear`.
+        """`correction`, [num_experts] float32, is added to the scores for the choice alone; weights of an expert are
+        finally multiplied by its number in `expert_scales`, alike. `library` is as for `PackedLinear`.
         """
         self._config = config
         self._correction = correction
+        self._expert_scales = expert_scales
         native = library()
         self._run = native.function("route", "ppppnn") if native is not None else None
         self._descriptor = _Descriptor(
             None if correction is None else correction.data_ptr(),
+            None if expert_scales is None else expert_scales.data_ptr(),
             config.num_experts,
             config.top_k,
             _SCORE_CODES[config.scores],
@@ -71,9 +75,10 @@ class Router:
         assert logits.dtype == torch.float32 and logits.is_contiguous(), f"{logits.dtype} {logits.stride()}"
         assert logits.shape[1:] == (self._config.num_experts,), f"{logits.shape} for {self._config}"
         if uses_triton(logits):
+            assert self._expert_scales is None, "scales of experts are computed on a CPU only"
             return triton_module("router").route(logits, self._config, self._correction, least_sum(self._config))
         if self._run is None:
-            return route_reference(logits, self._config, self._correction)
+            return route_reference(logits, self._config, self._correction, self._expert_scales)
         rows, count = logits.shape[0], self._config.top_k
         ids, weights = torch.empty((rows, count), dtype=torch.int64), logits.new_empty((rows, count))
         self._run(self._address, logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), rows, num_threads())
@@ -81,7 +86,10 @@ class Router:
 
 
 def route_reference(
-    logits: torch.Tensor, config: ExpertsConfig, correction: torch.Tensor | None = None
+    logits: torch.Tensor,
+    config: ExpertsConfig,
+    correction: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(logits, config.scores)
     preference = scores if correction is None else scores + correction
@@ -93,7 +101,8 @@ def route_reference(
         weights = weights.softmax(-1)
     if config.renormalizes:
         weights = weights / (_sum(weights) + least_sum(config))
-    return ids, weights * config.scaling
+    weights = weights * config.scaling
+    return ids, weights if expert_scales is None else weights * expert_scales[ids]
 
 
 def least_sum(config: ExpertsConfig) -> float:

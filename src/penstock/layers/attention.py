@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ WORKSPACE = "workspace"
 
 
 class PagedAttention:
-    """A rank's `own` heads. Its only weights are optional: per-head norms of queries and keys (Qwen3), and the sinks of
-    these heads (gpt-oss), [own queries] float32.
+    """A rank's `own` heads. Its only weights are optional: per-head norms of queries and keys (Qwen3) and of values
+    (Gemma 4), and the sinks of these heads (gpt-oss), [own queries] float32.
+
+    A layer that reads the keys and values of another, `ModelConfig.kv_source`, stores nothing.
 
     Latent attention stores one vector for each token, which is key and, after its rotated dimensions, value.
     """
@@ -29,14 +32,16 @@ class PagedAttention:
         layer: int,
         rotary: torch.Tensor,
         own: HeadShare,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
+        norms: Sequence[torch.Tensor] = (),
         sinks: torch.Tensor | None = None,
     ) -> None:
-        self.name = f"model.layers.{layer}.self_attn"
-        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": config.rms_norm_eps}
-        scores = {"softcap": config.attn_logit_softcapping, "sinks": sinks}
-        self._heads = _heads(config, own, rotary, config.layer_windows[layer], **norms, **scores)
+        """`norms` are those of queries, keys and values, as many as there are."""
+        source = config.kv_source(layer)
+        self.name = cache_name(source)
+        self.has_own_kv = source == layer
+        weights = dict(zip(("q_norm", "k_norm", "v_norm"), norms, strict=False))
+        scores = {"softcap": config.attn_logit_softcapping, "sinks": sinks, "has_own_kv": self.has_own_kv}
+        self._heads = _heads(config, own, rotary, layer, eps=config.rms_norm_eps, **weights, **scores)
         self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -44,13 +49,21 @@ class PagedAttention:
 
         Of latents: [num_tokens, (num_heads + 1) * head_size] -> [num_tokens, num_heads * value_size].
 
-        The keys and values of these tokens are in the cache afterwards; `qkv` may be overwritten.
+        The keys and values of these tokens are in the cache afterwards; `qkv` may be overwritten. A layer without its
+        own has queries alone, and its source has run before.
         """
-        context.hooks.wait_for_layer_load(self.name)
         kv_cache, metadata = context.kv_caches[self.name], context.metadata[self.name]
+        if not self.has_own_kv:
+            return context.attention.attend(qkv, positions, self._heads, kv_cache, metadata)
+        context.hooks.wait_for_layer_load(self.name)
         out = context.attention.attend(qkv, positions, self._heads, kv_cache, metadata)
         context.hooks.save_kv_layer(self.name)
         return out
+
+
+def cache_name(layer: int) -> str:
+    """Returns the name of the cache of a layer's keys and values."""
+    return f"model.layers.{layer}.self_attn"
 
 
 class EncoderAttention:
@@ -59,9 +72,9 @@ class EncoderAttention:
     Keys and values are stored only during the call: the next layer uses the same memory.
     """
 
-    def __init__(self, config: ModelConfig, own: HeadShare, rotary: torch.Tensor, window: int = 0) -> None:
-        """A table `rotary` of width 0 means no rotation. A token sees those less than `window` away, 0: all of them."""
-        self._heads = _heads(config, own, rotary, window, is_causal=False)
+    def __init__(self, config: ModelConfig, own: HeadShare, rotary: torch.Tensor, layer: int) -> None:
+        """A table `rotary` of width 0 means no rotation. A token sees those less than the layer's window away."""
+        self._heads = _heads(config, own, rotary, layer, is_causal=False)
         self.spec = self._heads.spec
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -70,15 +83,14 @@ class EncoderAttention:
         return context.attention.attend(qkv, positions, self._heads, workspace, metadata)
 
 
-def _heads(
-    config: ModelConfig, own: HeadShare, rotary: torch.Tensor, window: int = 0, **options: Any
-) -> AttentionHeads:
+def _heads(config: ModelConfig, own: HeadShare, rotary: torch.Tensor, layer: int, **options: Any) -> AttentionHeads:
     if config.latent is not None:
         spec = KVCacheSpec.latents(config.head_dim, config.dtype)
         return AttentionHeads(spec, len(own.queries), config.latent.scale, rotary, **options)
-    first, total = own.kv.start, config.num_key_value_heads
+    first, heads = own.kv.start, config.layer_heads(layer)
+    window = config.layer_windows[layer]
     spec = KVCacheSpec.keys_and_values(
-        len(own.kv), config.head_dim, config.kv_dtype, window, first_head=first, total_heads=total
+        len(own.kv), heads.size, config.kv_dtype, window, first_head=first, total_heads=heads.count
     )
-    scale = config.head_dim**-0.5 if config.multipliers.attention is None else config.multipliers.attention
+    scale = heads.size**-0.5 if config.multipliers.attention is None else config.multipliers.attention
     return AttentionHeads(spec, len(own.queries), scale, rotary, **options)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.config.latent import yarn_amplitude
-from penstock.config.rope import LONGROPE, RopeConfig
+from penstock.config.rope import LONGROPE, PROPORTIONAL, RopeConfig
 from penstock.layers.rotary_check import check_frequencies, check_table
 from penstock.utils.errors import ConfigError
 
@@ -25,20 +25,20 @@ _BLOCK_ANGLES = 2048
 class RotaryTables:
     """The tables of a model's layers; layers with equal rotations share one."""
 
-    def __init__(self, num_rotated: int, num_positions: int, device: torch.device) -> None:
-        self._num_rotated, self._num_positions, self._device = num_rotated, num_positions, device
-        self._made: list[tuple[RopeConfig | None, torch.Tensor]] = []
+    def __init__(self, num_positions: int, device: torch.device) -> None:
+        self._num_positions, self._device = num_positions, device
+        self._made: list[tuple[RopeConfig | None, int, torch.Tensor]] = []
 
-    def table(self, rope: RopeConfig | None) -> torch.Tensor:
+    def table(self, rope: RopeConfig | None, num_rotated: int) -> torch.Tensor:
         """Returns the table of `rotary_table`; without a rotation it has the width 0. Raises ConfigError like it."""
-        for known, table in self._made:
-            if known == rope:
+        for known, width, table in self._made:
+            if (known, width) == (rope, num_rotated):
                 return table
         table = torch.empty((self._num_positions, 0))
         if rope is not None:
-            table = rotary_table(rope, self._num_rotated, self._num_positions)
-        self._made.append((rope, table.to(self._device)))
-        return self._made[-1][1]
+            table = rotary_table(rope, num_rotated, self._num_positions)
+        self._made.append((rope, num_rotated, table.to(self._device)))
+        return self._made[-1][-1]
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
@@ -128,6 +128,13 @@ def _longrope(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[
     return inv_freq / factors, float(rope.scaling["attention_factor"])
 
 
+def _proportional(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Gemma 4: a part of the frequencies, the highest, rotates; the angles of all other pairs are zero."""
+    num_rotated = int(rope.scaling.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    kept = torch.arange(len(inv_freq)) < num_rotated
+    return (inv_freq / rope.scaling.get("factor", 1.0)).where(kept, 0.0), 1.0
+
+
 _Scaling = Callable[[torch.Tensor, RopeConfig, int], tuple[torch.Tensor, float]]
 _SCALINGS: dict[str, _Scaling] = {
     "default": _default,
@@ -135,4 +142,5 @@ _SCALINGS: dict[str, _Scaling] = {
     "llama3": _llama3,
     "yarn": _yarn,
     LONGROPE: _longrope,
+    PROPORTIONAL: _proportional,
 }

@@ -19,6 +19,7 @@ import torch
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.kernels.soft_cap import soft_cap
+from penstock.layers.attention import cache_name
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import GatheredLinear
 from penstock.layers.norm import Norm, SumOnly
@@ -38,6 +39,7 @@ class IntermediateTensors:
     x: torch.Tensor  # [T, H]: the layer below's addition to the residual stream
     residual: torch.Tensor  # [T, H]
     aux_hidden: torch.Tensor  # [T, kept so far * H]: as in `ModelOutput`
+    per_layer: torch.Tensor  # [T, layers * size]: as in `ForwardContext`, or [T, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,15 @@ class NormNames:
 
 
 BEFORE = NormNames()
+
+
+LayerEnd = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
+"""The feed-forward part's addition to the residual stream, and the stream, [T, H] each -> the layer's addition. It may
+overwrite both.
+"""
+
+PerLayer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Token ids [T] and their vectors [T, H] -> the inputs of all layers, as in `ForwardContext`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,8 @@ class Architecture:
     recurrent_name: str = "linear_attn"  # the same for layers that have a recurrence in its place
     end_norm: str = "norm"  # the name of the norm after the last layer
     is_parallel: bool = False  # the feed-forward part reads what the attention reads
+    layer_end: Callable[[ModelConfig, Weights, int], LayerEnd] | None = None  # follows the feed-forward part
+    per_layer: Callable[[ModelConfig, Weights], PerLayer] | None = None  # if the configuration has such inputs
 
 
 class DecoderLayer:
@@ -97,6 +110,7 @@ class DecoderLayer:
         self.post_norm = SumOnly() if names.feed_forward is None else norm(names.feed_forward)
         self.feed_forward = architecture.feed_forward(config, weights, layer)
         self._after_feed_forward = after(names.after_feed_forward)
+        self._end = _no_end if architecture.layer_end is None else architecture.layer_end(config, weights, layer)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -108,7 +122,11 @@ class DecoderLayer:
             residual += x
         else:
             normed = self.post_norm.add(x, residual)
-        return self._after_feed_forward(self.feed_forward(normed))
+        return self._end(self._after_feed_forward(self.feed_forward(normed)), residual, context)
+
+
+def _no_end(x: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    return x
 
 
 def _unchanged(x: torch.Tensor) -> torch.Tensor:
@@ -138,11 +156,14 @@ class Decoder:
         self.config = config
         self.aux_layers = aux_layers
         weights, inner = _find_decoder(weights, has_logits, f"{architecture.end_norm}.weight")
-        self.rotary = RotaryTables(config.rotary_dim, config.max_position_embeddings, weights.device)
+        self.rotary = RotaryTables(config.max_position_embeddings, weights.device)
         ropes = [config.layer_rope(layer) for layer in self.stage.layers]
         if None in ropes:
             weights.check_on_cpu("layers without rotation")
-        tables = [self.rotary.table(rope) for rope in ropes]
+        tables = [
+            self.rotary.table(rope, config.layer_rotary_dim(layer))
+            for layer, rope in zip(self.stage.layers, ropes, strict=True)
+        ]
         self.layers = [
             DecoderLayer(architecture, config, inner / "layers" / layer, layer, table)
             for layer, table in zip(self.stage.layers, tables, strict=True)
@@ -154,7 +175,13 @@ class Decoder:
         starts = sorted({numbers.start, *(number for number in aux_layers if number in numbers)})
         spans = [range(start, end) for start, end in itertools.pairwise((*starts, numbers.stop))]
         self._spans = [
-            (span, RepeatedLayers([name for number in span for name in specs[number - numbers.start]]))
+            (
+                span,
+                RepeatedLayers(
+                    ["".join(specs[number - numbers.start]) for number in span],
+                    [cache_name(config.kv_source(number)) for number in span if not specs[number - numbers.start]],
+                ),
+            )
             for span in spans
         ]
         self._embedding: Embedding | None = None
@@ -163,6 +190,10 @@ class Decoder:
         is_tied = has_logits and self.stage.is_last and _has_tied_head(config, weights)
         if self.stage.is_first or feeds_head or is_tied:
             self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        self._per_layer: PerLayer | None = None
+        if self.stage.is_first and config.per_layer_inputs is not None:
+            assert architecture.per_layer is not None, f"a {config.model_type} has inputs of every layer"
+            self._per_layer = architecture.per_layer(config, inner)
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
             norm = architecture.read_norm(inner, architecture.end_norm, config.hidden_size, config.rms_norm_eps)
@@ -199,7 +230,9 @@ class Decoder:
         residual = self.embedding(input_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
-        return IntermediateTensors(torch.zeros_like(residual), residual, residual[:, :0])
+        nothing = residual[:, :0]
+        per_layer = nothing if self._per_layer is None else self._per_layer(input_ids, residual)
+        return IntermediateTensors(torch.zeros_like(residual), residual, nothing, per_layer)
 
     def run_layers(
         self, tensors: IntermediateTensors, positions: torch.Tensor, context: ForwardContext
@@ -207,12 +240,15 @@ class Decoder:
         """Runs the stage's layers. The given residual stream is overwritten."""
         x, residual = tensors.x, tensors.residual
         kept = [tensors.aux_hidden]
+        if self.config.per_layer_inputs is not None:
+            context = replace(context, per_layer=tensors.per_layer)
         for span, run in self._spans:
             if span.start in self.aux_layers:
                 kept.append(residual + x)
             first = span.start - self.stage.layers.start
             x = run(self.layers[first : first + len(span)], x, residual, positions, context)
-        return IntermediateTensors(x, residual, torch.cat(kept, -1) if len(kept) > 1 else kept[0])
+        aux_hidden = torch.cat(kept, -1) if len(kept) > 1 else kept[0]
+        return IntermediateTensors(x, residual, aux_hidden, tensors.per_layer)
 
     def finish(self, tensors: IntermediateTensors) -> ModelOutput:
         """Runs the part after the last layer."""

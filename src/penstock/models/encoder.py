@@ -96,7 +96,7 @@ class GatedEncoder(Encoder):
         self.kv_cache_specs: dict[str, KVCacheSpec] = {}
         self.words = (weights / "embeddings").embedding("tok_embeddings", config.vocab_size, hidden)
         self._embedding_norm = layers.read_norm(weights / "embeddings", "norm", hidden, eps)
-        rotary = RotaryTables(config.rotary_dim, config.max_position_embeddings, weights.device)
+        rotary = RotaryTables(config.max_position_embeddings, weights.device)
         first = replace(layers, norms=replace(layers.norms, attention=None))
         self._gated_layers = [
             DecoderLayer(
@@ -104,7 +104,7 @@ class GatedEncoder(Encoder):
                 config,
                 weights / "layers" / layer,
                 layer,
-                rotary.table(config.layer_rope(layer)),
+                rotary.table(config.layer_rope(layer), config.rotary_dim),
             )
             for layer in range(config.num_hidden_layers)
         ]
@@ -174,7 +174,7 @@ class SelfAttention:
         )
         # The positions are in the embeddings.
         rotary = torch.empty((config.max_position_embeddings, 0), device=weights.device)
-        self.attend = EncoderAttention(config, own, rotary)
+        self.attend = EncoderAttention(config, own, rotary, layer=0)
         widths = [len(each.queries) * size for each in heads]
         self.out = (weights / "output").joining_linear("dense", hidden, widths, bias=True)
 

@@ -32,10 +32,13 @@ from penstock.kernels.experts import Biases, ExpertsShape, Formats, GroupedExper
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PackedFormat
 from penstock.kernels.quantized import LayerWeight, QuantizedWeight, dense, reordered
+from penstock.kernels.residual import add
 from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
+from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import DecoderLayer
+from penstock.models.norms import rms_norm_rounded_once
 from penstock.models.parts import FeedForward, GatedMLP, dense_mlp, halves_of_pairs
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
@@ -66,12 +69,17 @@ class _Names:
     down: str
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
+    scales: str = "router.per_expert_scale"
     all_gate_up: str = "experts.gate_up_proj"
     all_down: str = "experts.down_proj"
     shared: str | None = None  # the MLP of every token, if it is beside the part, with gate and up in one tensor
 
+    def view(self, of_layer: Weights) -> Weights:
+        """Returns the part's tensors; without a part they have the layer's prefix."""
+        return of_layer / self.part if self.part else of_layer
 
-# The second are Mixtral's, the third LFM2's, the last Granite's.
+
+# The second are Mixtral's, the third LFM2's, the fourth Granite's, the last Gemma 4's, in no part.
 _LAYOUTS = (
     _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     _Names("block_sparse_moe", "w1", "w3", "w2"),
@@ -86,6 +94,7 @@ _LAYOUTS = (
         all_down="output_linear.weight",
         shared="shared_mlp",
     ),
+    _Names("", "gate_proj", "up_proj", "down_proj", router="router.proj"),
 )
 _GPT_OSS = _Names("mlp", "gate_proj", "up_proj", "down_proj", router="router")
 
@@ -102,23 +111,65 @@ class Experts:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
         names = _find_names(config, weights)
-        of_layer, weights = weights, weights / names.part
+        of_layer, weights = weights, names.view(weights)
         self.name = weights.prefix.removesuffix(".")
         self.config = experts
         # The CPU's kernels multiply in the model's dtype and do not round the sums.
         self._router_dtype = torch.float32 if has_gpu_kernels(weights.device) else weights.dtype
         self.router_logits = _read_router(experts, hidden, replace(weights, dtype=self._router_dtype), names.router)
-        self.route = Router(experts, _read_correction(experts, weights, names.correction))
+        numbers = replace(weights, dtype=torch.float32)
+        correction, scales = (
+            numbers.tensor(name, experts.num_experts) if has else None
+            for name, has in (
+                (names.correction, experts.has_correction_bias),
+                (names.scales, experts.has_expert_scales),
+            )
+        )
+        self.route = Router(experts, correction, expert_scales=scales)
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
         self.shared = _SharedMLP(config, of_layer, names) if experts.shared_intermediate_size else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
+        """`routed_by` [T, H] is what the router reads, by default `x`."""
         shared = None if self.shared is None else self.shared(x)  # [T, H]
-        logits = self.router_logits(x.to(self._router_dtype)).float()  # [T, H] -> [T, num_experts]
+        routed_by = x if routed_by is None else routed_by
+        logits = self.router_logits(routed_by.to(self._router_dtype)).float()  # [T, H] -> [T, num_experts]
         ids, weights = self.route(logits)  # -> [T, top_k]
         combined = self.routed(x, ids, weights)
         return combined if shared is None else combined + shared
+
+
+def experts_beside_mlp(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    mlp: Callable[[ModelConfig, Weights, int], FeedForward],
+) -> FeedForward:
+    """The MLP of a layer, and experts beside it if the model has such. The input is the stream itself."""
+    dense = mlp(config, weights, layer)
+    return dense if config.experts is None else ExpertsBesideMLP(config, weights, dense)
+
+
+class ExpertsBesideMLP:
+    """A `FeedForward` of the stream itself: an MLP and experts, each with norms of its own (Gemma 4)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, mlp: FeedForward) -> None:
+        """`weights` has the layer's prefix. The norm before the MLP is part of it."""
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._before, self._after, self._after_mlp = (
+            rms_norm_rounded_once(weights, f"{name}_feedforward_layernorm_{number}", hidden, eps)
+            for name, number in (("pre", 2), ("post", 2), ("post", 1))
+        )
+        scales = replace(weights, dtype=torch.float32).tensor("router.scale", hidden)
+        self._before_router = RMSNorm(scales * hidden**-0.5, eps)
+        self._mlp = mlp
+        self.experts = Experts(config, weights)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._after_mlp(self._mlp(x))
+        add(self._after(self.experts(self._before(x), self._before_router(x))), out)
+        return out
 
 
 class SlicedExperts:
@@ -256,8 +307,9 @@ class PlacedExperts:
 def placed_experts(layers: Iterable[DecoderLayer]) -> dict[str, PlacedExperts]:
     """Returns the experts of those layers whose experts the ranks divide, by name."""
     parts = (layer.feed_forward for layer in layers)
+    found = (part.experts if isinstance(part, ExpertsBesideMLP) else part for part in parts)
     return {
-        part.name: part.routed for part in parts if isinstance(part, Experts) and isinstance(part.routed, PlacedExperts)
+        part.name: part.routed for part in found if isinstance(part, Experts) and isinstance(part.routed, PlacedExperts)
     }
 
 
@@ -265,7 +317,7 @@ class _SharedMLP:
     """The MLP of every token; with a gate its result is multiplied by a sigmoid of the token's own."""
 
     def __init__(self, config: ModelConfig, of_layer: Weights, names: _Names) -> None:
-        experts, weights = config.experts, of_layer / names.part
+        experts, weights = config.experts, names.view(of_layer)
         assert experts is not None
         size = experts.shared_intermediate_size
         if names.shared is None:
@@ -291,21 +343,15 @@ def _find_names(config: ModelConfig, weights: Weights) -> _Names:
     if config.experts is not None and config.experts.has_biases:
         return _GPT_OSS
     for names in _LAYOUTS:
-        if weights.has(f"{names.part}.{names.router}.weight"):
+        if names.view(weights).has(f"{names.router}.weight"):
             return names
-    routers = " or ".join(f"{weights.prefix}{names.part}.{names.router}.weight" for names in _LAYOUTS)
+    routers = " or ".join(f"{names.view(weights).prefix}{names.router}.weight" for names in _LAYOUTS)
     raise ConfigError(f"{config.path} has no router {routers}: the checkpoint is incomplete or another model's")
 
 
 def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights, name: str) -> Linear:
     bias = weights.tensor(f"{name}.bias", experts.num_experts) if experts.has_router_bias else None
     return weights.linear_of(name, weights.tensor(f"{name}.weight", experts.num_experts, hidden), bias, is_wide=True)
-
-
-def _read_correction(experts: ExpertsConfig, weights: Weights, name: str) -> torch.Tensor | None:
-    if not experts.has_correction_bias:
-        return None
-    return replace(weights, dtype=torch.float32).tensor(name, experts.num_experts)
 
 
 def _load_experts(

@@ -54,7 +54,7 @@ class MultiTokenPredictor:
             weights = weights / part
         # The module's layer comes after the model's, and attends like its last one.
         config = replace(config, layer_windows=(*config.layer_windows, config.layer_windows[-1]))
-        rotary = model.rotary.table(config.layer_rope(number - 1))
+        rotary = model.rotary.table(config.layer_rope(number - 1), config.layer_rotary_dim(number - 1))
         self.layer = DecoderLayer(model.architecture, config, weights, number, rotary)
         self.embedding = model.embedding
         self.compute_logits = model.compute_logits

@@ -55,6 +55,7 @@ class AttentionVariant:
     norm: str = "norm"  # the norms' names after "q_" and "k_"
     has_pairs: bool = False  # the rotated pairs are neighbours, not in halves
     head_norms: ReadNorm | None = None  # of every query head and every key head
+    has_value_norm: bool = False  # value heads are also normalised, without a weight
     width_norms: ReadNorm | None = None  # of all query heads together, and of all key heads
     num_inputs: int = 1  # how many hidden states a row has, concatenated
     has_gate: bool = False  # a query head's tensor also has a gate, whose sigmoid multiplies the head's result
@@ -74,15 +75,19 @@ class GroupedQueryAttention:
         rotary: torch.Tensor,
         variant: AttentionVariant = PLAIN,
     ) -> None:
-        hidden, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        hidden, eps, num_heads = config.hidden_size, config.rms_norm_eps, config.num_attention_heads
+        num_kv_heads, size = config.layer_heads(layer).count, config.layer_heads(layer).size
         sizes = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size, "v_proj": num_kv_heads * size}
+        has_own_kv = config.kv_source(layer) == layer
         heads = [head_share(num_heads, num_kv_heads, share) for share in weights.share.all]
         own = heads[weights.share.index]
         queries, kv = (range(part.start * size, part.stop * size) for part in (own.queries, own.kv))
         norms: list[torch.Tensor] = []
         if variant.head_norms is not None:
-            norms = [variant.head_norms(weights, f"{name}_{variant.norm}", size, eps).weight for name in ("q", "k")]
+            normed = ("q", "k") if has_own_kv else ("q",)
+            norms = [variant.head_norms(weights, f"{name}_{variant.norm}", size, eps).weight for name in normed]
+            if variant.has_value_norm and has_own_kv:
+                norms.append(torch.ones_like(norms[0]))
         self.width_norms: list[_WidthNorm] = []
         if variant.width_norms is not None:
             for name, parts in (("q", [each.queries for each in heads]), ("k", [each.kv for each in heads])):
@@ -92,21 +97,29 @@ class GroupedQueryAttention:
         if variant.has_gate:
             self.qkv, self.gate = _read_with_gates(config, weights, own)
         else:
+            order = _order_of_halves(config, own) if variant.has_pairs else None
+            if not has_own_kv:
+                sizes = {"q_proj": sizes["q_proj"]}
+            elif config.has_keys_as_values and not config.layer_windows[layer]:
+                del sizes["v_proj"]
+                keys = torch.arange(len(queries), len(queries) + len(kv))
+                order = torch.cat((torch.arange(len(queries)), keys, keys))
             self.qkv = weights.linear(
                 sizes,
                 variant.num_inputs * hidden,
                 variant.qkv_bias or config.attention_bias,
                 own={"q_proj": queries, "k_proj": kv, "v_proj": kv},
                 stored_as=variant.stored_as,
-                order=_order_of_halves(config, own) if variant.has_pairs else None,
+                order=order,
             )
         sinks = _read_sinks(num_heads, own.queries, weights) if config.has_attention_sinks else None
         self.kv_cache_specs: dict[str, KVCacheSpec] = {}
         if config.encoder is None:
-            self.attend = PagedAttention(config, layer, rotary, own, *norms, sinks=sinks)
-            self.kv_cache_specs[self.attend.name] = self.attend.spec
+            self.attend = PagedAttention(config, layer, rotary, own, norms, sinks)
+            if has_own_kv:
+                self.kv_cache_specs[self.attend.name] = self.attend.spec
         else:
-            self.attend = EncoderAttention(config, own, rotary, config.layer_windows[layer])
+            self.attend = EncoderAttention(config, own, rotary, layer)
         self.query_scales = _query_scales(config).to(weights.device) if config.multipliers.query_beta else None
         self.out = weights.joining_linear(
             variant.out,
@@ -118,7 +131,8 @@ class GroupedQueryAttention:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         qkv = self.qkv(x)  # [T, H] -> [T, (own Q + 2 own KV) D]
-        queries, keys, _ = qkv.split([self._num_queries, self._num_keys, self._num_keys], 1)
+        queries = qkv[:, : self._num_queries]
+        keys = qkv[:, self._num_queries : self._num_queries + self._num_keys]
         for part, norm in zip((queries, keys), self.width_norms, strict=False):
             part.copy_(norm(part))
         if self.query_scales is not None:

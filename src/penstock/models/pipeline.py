@@ -39,7 +39,7 @@ class PipelineStage:
         tensors = self._decoder.run_layers(tensors, positions, context)
         if self._downstream is None:
             return self._decoder.finish(tensors)
-        self._downstream.send(tensors.x, tensors.residual, tensors.aux_hidden)
+        self._downstream.send(tensors.x, tensors.residual, tensors.aux_hidden, tensors.per_layer)
         return ModelOutput(tensors.residual, tensors.aux_hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ import torch
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Architecture, Decoder, NormNames
 from penstock.models.encoder import Encoder, EncoderArchitecture, GatedEncoder
-from penstock.models.experts import sparse_mlp
+from penstock.models.experts import experts_beside_mlp, sparse_mlp
 from penstock.models.gated_delta_net import GatedDeltaNet
+from penstock.models.gemma4 import Gemma4LayerEnd, PerLayerInputs, gemma4_mlp
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.mamba2 import Mamba2Layer
 from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
@@ -50,6 +51,18 @@ _FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
 _QWEN2 = _attention(qkv_bias=True)
 _QWEN3 = _attention(head_norms=rms_norm)
 _GATED = _attention(head_norms=rms_norm_from_one, has_gate=True)
+_GEMMA4 = Architecture(
+    _attention(head_norms=rms_norm_rounded_once, has_value_norm=True),
+    partial(experts_beside_mlp, mlp=gemma4_mlp),
+    rms_norm_rounded_once,
+    NormNames(
+        after_attention="post_attention_layernorm",
+        feed_forward=None,
+        after_feed_forward="post_feedforward_layernorm",
+    ),
+    layer_end=Gemma4LayerEnd,
+    per_layer=PerLayerInputs,
+)
 MODELS = {
     # Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288).
     "llama": Architecture(GroupedQueryAttention, dense_mlp),
@@ -97,6 +110,10 @@ MODELS = {
     "gemma2": Architecture(GroupedQueryAttention, dense_mlp, rms_norm_from_one, _SANDWICH),
     # Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms on both sides of the parts, and two rotations.
     "gemma3_text": Architecture(_attention(head_norms=rms_norm_from_one), dense_mlp, rms_norm_from_one, _SANDWICH),
+    # Gemma 4 (Google DeepMind 2026): other heads without a window, and layers that read others' keys and values.
+    "gemma4_text": _GEMMA4,
+    # The text part of Gemma 4 with vision and sound in one model.
+    "gemma4_unified_text": _GEMMA4,
     # gpt-oss (OpenAI 2025, arXiv:2508.10925): experts with biases, windows and attention sinks.
     "gpt_oss": Architecture(GroupedQueryAttention, sparse_mlp, rms_norm_rounded_once),
     # The text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: with text alone, a position has three equal coordinates.
@@ -166,7 +183,23 @@ def build_model(
     Raises ConfigError for an unknown architecture or an unsuitable checkpoint.
     """
     check_supported(config)
+    _check_sources(config, stage)
     return Decoder(MODELS[config.model_type], config, weights, aux_layers, stage, feeds_head, has_logits)
+
+
+def _check_sources(config: ModelConfig, stage: Stage | None) -> None:
+    """Raises ConfigError if a layer of the stage reads the keys and values of a layer in another one."""
+    count = config.num_hidden_layers
+    layers = range(count) if stage is None else stage.layers
+    for layer in layers:
+        source = config.kv_source(layer)
+        if source not in layers:
+            first = min(each for reader, each in enumerate(config.kv_sources) if each != reader)
+            raise ConfigError(
+                f"layer {layer} of {config.path} reads the keys and values of layer {source}, which is in an earlier "
+                f"stage of the pipeline: let the last stage begin with layer {first} or an earlier one "
+                f"(pipeline_layers={first},{count - first} of two stages), or use tensor_parallel_size instead"
+            )
 
 
 def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:

@@ -6,7 +6,7 @@ While a KV connector's hooks are active there is one call for each layer, betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -25,9 +25,10 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardContext], tor
 class RepeatedLayers:
     """Consecutive layers. The result may lie in memory that the next call uses. Threading: the runner's thread."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """`names` of the layers' caches."""
+    def __init__(self, names: Sequence[str], sources: Iterable[str] = ()) -> None:
+        """`names` of the layers' caches, empty for a layer without one of its own, which reads one of `sources`."""
         self._names = tuple(names)
+        self._caches = tuple(dict.fromkeys(filter(None, (*names, *sources))))
         self._workspace = Workspace()
         # By the shape of a step; None after the first step of a shape, which may be the only one.
         self._recordings: dict[tuple[object, ...], Recording | None] = {}
@@ -50,8 +51,10 @@ class RepeatedLayers:
         tables = [(len(each.seq_lens), each.block_table.stride(0)) for each in groups]
         key = (len(x), num_threads(), *tables)
         recording = self._recordings.get(key)
-        caches = [context.kv_caches[name] for name in self._names]
+        caches = [context.kv_caches[name] for name in self._caches]
         inputs = [x, residual, positions, *caches, *(tensor for each in groups for tensor in _tensors(each))]
+        if context.per_layer is not None:
+            inputs.append(context.per_layer)
         if recording is not None:
             # The last used is the last to be forgotten.
             self._recordings[key] = self._recordings.pop(key)
@@ -76,9 +79,11 @@ class RepeatedLayers:
         if hooks is NO_HOOKS:
             return recording.repeat()
         for number, name in enumerate(self._names):
-            hooks.wait_for_layer_load(name)
+            if name:
+                hooks.wait_for_layer_load(name)
             recording.repeat(number, number + 1)
-            hooks.save_kv_layer(name)
+            if name:
+                hooks.save_kv_layer(name)
         return recording.result(-1)
 
 

@@ -10,7 +10,8 @@ enum Scores : int64_t { kSoftmax = 0, kSigmoid = 1, kTopKSoftmax = 2 };
 
 // As described in kernels/router.py.
 struct Router {
-    const float* correction;  // [num_experts] or null
+    const float* correction;     // [num_experts] or null
+    const float* expert_scales;  // [num_experts] or null
     int64_t num_experts;
     int64_t top_k;
     int64_t scores;
@@ -96,7 +97,10 @@ void route_row(const Router& router, const float* logits, int64_t* ids, float* w
         for (int64_t i = 1; i < router.top_k; ++i) total += weights[i];
         for (int64_t i = 0; i < router.top_k; ++i) weights[i] /= total + router.least_sum;
     }
-    for (int64_t i = 0; i < router.top_k; ++i) weights[i] *= router.scaling;
+    for (int64_t i = 0; i < router.top_k; ++i) {
+        weights[i] *= router.scaling;
+        if (router.expert_scales) weights[i] *= router.expert_scales[ids[i]];
+    }
 }
 
 }  // namespace
