@@ -40,7 +40,7 @@ BUDGETS = {
     "router": 1888,
     "runner": 2793,
     "server": 4462,
-    "simulation": 3472,
+    "simulation": 3501,
     "tokenizer": 338,
     "utils": 556,
     "verify": 774,

@@ -29,9 +29,9 @@ def make_memory(num_blocks: int = 4) -> OracleMemory:
 
 
 def with_unknown_layer(layout: KVLayout) -> KVLayout:
-    """Its first layer, which no other engine has, lacks the axes of the heads and of keys and values."""
+    """Its first layer, which no other engine has, lacks the axes of heads, of keys and values, and of their numbers."""
     first = layout.layers[0]
-    (block, _, token, _), (block_bytes, _, token_bytes, _) = first.shape, first.strides
+    (block, _, token, *_), (block_bytes, _, token_bytes, *_) = first.shape, first.strides
     unknown = replace(
         first,
         name="unknown",

@@ -91,6 +91,12 @@ def with_states(setup: Setup, rng: random.Random) -> Setup:
     )
 
 
+def with_sizes(setup: Setup, rng: random.Random) -> Setup:
+    """Gives the engines groups whose blocks have different numbers of bytes."""
+    windows = rng.choice([(0, 9), (6, 0), (5, 11), (0, 5, 9), (0, 5, RECURRENT)])
+    return replace(setup, windows=windows, wide_groups=rng.choice([(0,), (1,)]))
+
+
 def pair(rng: random.Random) -> Setup:
     """One prefill engine and one decode engine, with the same or different splits."""
     setup = base(rng)

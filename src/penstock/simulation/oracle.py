@@ -4,7 +4,7 @@ A slot holds, in every layer and for each of two heads, a digest of (token, posi
 before). The next token is a function of the digests *read through the block table* in every layer. A wrong block, a
 stale or torn slot, a bad rewind, a lost window or a layer that was not transferred therefore changes the output, and
 the correct output is `continuation`, a pure function of the prompt. Memory that was never written is poisoned, not
-zero.
+zero. The slots of wide layers have more words, each a function of the digest.
 
 A recurrent layer stores one digest for a block, that of its last computed token; since it contains the digest before,
 it depends on all tokens, like a state.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -25,9 +25,12 @@ from penstock.messages.kv_transfer import ShardId
 
 NUM_HEADS = 2
 WORD_BYTES = 4
-"""Size in bytes of a slot in one layer and head."""
+"""Size in bytes of a slot in one layer and head, unless the layer is wide."""
 
 VOCAB_SIZE = 4093
+
+WIDE = 3
+"""The words of a slot of a wide layer, whose group is of another size."""
 
 RECURRENT = -1
 """In the place of a group's window: its layers are recurrent."""
@@ -48,16 +51,22 @@ def slot_digest(token: int, position: int, salt: int, before: int) -> int:
     return value ^ (value >> 15)
 
 
+def stored_words(digests: Iterable[int], num_words: int) -> array[int]:
+    """Returns the words of slots with these digests, of which the first is the digest."""
+    return array("I", [digest + number * 0x9E3779B9 & _MASK for digest in digests for number in range(num_words)])
+
+
 @dataclass(frozen=True, slots=True)
 class OracleLayer:
-    """`group` is its KV group; `window` is how many slots a query sees, 0 for all. A draft layer does not influence
-    tokens.
+    """`group` is its KV group; `window` is how many slots a query sees, 0 for all; `num_words` are those of a slot in
+    one head. A draft layer does not influence tokens.
     """
 
     name: str
     group: int
     window: int
     is_draft: bool = False
+    num_words: int = 1
 
     @property
     def is_recurrent(self) -> bool:
@@ -73,12 +82,14 @@ class OracleLayer:
         return max(0, position - abs(self.window)) if self.window else 0
 
 
-def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> tuple[OracleLayer, ...]:
+def make_layers(
+    windows: Sequence[int], num_layers: int, has_drafter: bool, wide_groups: Container[int] = ()
+) -> tuple[OracleLayer, ...]:
     """Makes `num_layers` layers in each of the groups, one group per window; the drafter's layer is in the first
     group.
     """
     layers = [
-        OracleLayer(f"layer.{number}.{group}", group, window)
+        OracleLayer(f"layer.{number}.{group}", group, window, num_words=WIDE if group in wide_groups else 1)
         for number in range(num_layers)
         for group, window in enumerate(windows)
     ]
@@ -88,11 +99,11 @@ def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> t
 def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int, num_heads: int) -> KVCacheConfig:
     """Returns the cache of a rank that has these layers and this many heads of each, without room for states."""
 
-    def spec(window: int) -> KVCacheSpec:
-        if window == RECURRENT:
+    def spec(layer: OracleLayer) -> KVCacheSpec:
+        if layer.is_recurrent:
             return KVCacheSpec.states(num_heads, 1, 0, num_heads)
-        # Keys and values of one 16-bit number each: WORD_BYTES per slot and head.
-        return KVCacheSpec.keys_and_values(num_heads, 1, "bfloat16", window)
+        # Keys and values of one 16-bit number each for every word.
+        return KVCacheSpec.keys_and_values(num_heads, layer.num_words, "bfloat16", layer.window)
 
     groups: dict[int, list[OracleLayer]] = {}
     for layer in layers:
@@ -101,11 +112,9 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
     return KVCacheConfig(
         num_blocks,
         block_size,
-        tuple(KVCacheGroup(tuple(each.name for each in of), spec(of[0].window)) for _, of in sorted(groups.items())),
+        tuple(KVCacheGroup(tuple(each.name for each in of), spec(of[0])) for _, of in sorted(groups.items())),
         tuple(
-            AttachedLayer(each.name, spec(each.window), each.group, each.num_tokens_ahead)
-            for each in layers
-            if each.is_draft
+            AttachedLayer(each.name, spec(each), each.group, each.num_tokens_ahead) for each in layers if each.is_draft
         ),
     )
 
@@ -131,7 +140,8 @@ class Answer:
     def slots(self, layer_name: str, head: int, start: int, end: int) -> bytes:
         """Returns the expected content of the slots [start, end)."""
         self._extend(end + 1)
-        return self._chain(layer_name, head, end)[start:end].tobytes()
+        num_words = next(layer.num_words for layer in self.layers if layer.name == layer_name)
+        return stored_words(self._chain(layer_name, head, end)[start:end], num_words).tobytes()
 
     def draft_checksum(self, layer: OracleLayer, position: int) -> int:
         """Returns the checksum of the slots that a drafter reads when it predicts the token at `position`."""
@@ -146,7 +156,10 @@ class Answer:
             for layer in self.layers:
                 for head in range(0 if layer.is_draft else NUM_HEADS):
                     chain = self._chain(layer.name, head, position)
-                    checksum = crc32(chain[layer.first_seen(position) : position].tobytes(), checksum)
+                    seen = chain[layer.first_seen(position) : position]
+                    # Most layers store the digests themselves.
+                    seen = seen if layer.num_words == 1 else stored_words(seen, layer.num_words)
+                    checksum = crc32(seen.tobytes(), checksum)
             self.token_ids.append(checksum % VOCAB_SIZE)
 
     def _chain(self, layer_name: str, head: int, length: int) -> array[int]:
@@ -174,8 +187,8 @@ class Answers:
 
 
 class OracleMemory:
-    """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size] words; of a
-    recurrent layer, [heads of the rank].
+    """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size, words of a slot]; of
+    a recurrent layer, [heads of the rank].
 
     As in a real cache, the j-th layers of all groups of one size share memory, but for the recurrent ones.
     """
@@ -208,14 +221,14 @@ class OracleMemory:
 
     def _num_words(self, spec: KVCacheSpec) -> int:
         """Returns the words of a block of one layer."""
-        return len(self.heads) * spec.rows_per_block(self.block_size)
+        return len(self.heads) * spec.rows_per_block(self.block_size) * spec.planes[0].head_size
 
     def stride(self, layer_name: str) -> int:
         """Returns the bytes of a block of one layer."""
         return self._num_words(self._specs[layer_name]) * WORD_BYTES
 
     def _describe(self) -> KVLayout:
-        """Describes the layout: a word is a key and a value of 16 bits each, or a state of 32."""
+        """Describes the layout: a slot is a key and a value, each of 16 bits for every word, or a state of 32."""
         layers = [self._describe_layer(name, group) for group, names in enumerate(self._names) for name in names]
         regions = [MemoryRegion(name, len(region)) for name, region in self.regions.items()]
         return KVLayout(self.block_size, tuple(regions), tuple(layers))
@@ -223,15 +236,22 @@ class OracleMemory:
     def _describe_layer(self, name: str, group: int) -> LayerLayout:
         heads, spec = self.heads, self._specs[name]
         size, num_planes = spec.rows_per_block(self.block_size), len(spec.planes)
+        num_words, num_bytes = spec.planes[0].head_size, spec.planes[0].head_size * WORD_BYTES
         return LayerLayout(
             name=name,
             group=group,
             region=name,
             offset=0,
             dtype=spec.dtype,
-            axes=("block", "head", "token", "kv"),
-            shape=(self.config.num_blocks_of(spec), len(heads), size, num_planes),
-            strides=(self.stride(name), size * WORD_BYTES, WORD_BYTES, WORD_BYTES // num_planes),
+            axes=("block", "head", "token", "kv", "dim"),
+            shape=(self.config.num_blocks_of(spec), len(heads), size, num_planes, num_words),
+            strides=(
+                self.stride(name),
+                size * num_bytes,
+                num_bytes,
+                num_bytes // num_planes,
+                WORD_BYTES // num_planes,
+            ),
             heads=(heads.start, heads.stop),
             first_block=self.config.first_block(spec),
             is_recurrent=spec.is_recurrent,
@@ -258,7 +278,7 @@ class OracleMemory:
         self._block(layer_name, block_id)[:] = data
 
     def head_bytes(self, layer_name: str, block_id: int, head: int) -> memoryview:
-        """Returns one head of a block of a layer: [block_size] words, or a state."""
+        """Returns one head of a block of a layer: the words of [block_size] slots, or a state."""
         num_bytes = self.stride(layer_name) // len(self.heads)
         start = (head - self.heads.start) * num_bytes
         return self._block(layer_name, block_id)[start : start + num_bytes]
@@ -301,15 +321,20 @@ class OracleMemory:
         salts = layer_salts(layer.name)
         for head in self.heads:
             salt = salts[head]
-            before = words[self._word(table, start - 1, head)] if start else 0
+            before = words[self._word(layer, table, start - 1, head)] if start else 0
             for position, token in enumerate(tokens, start):
                 before = slot_digest(token, position, salt, before)
-                words[self._word(table, position, head)] = before
+                word = self._word(layer, table, position, head)
+                if layer.num_words == 1:
+                    words[word] = before
+                else:
+                    words[word : word + layer.num_words] = memoryview(stored_words([before], layer.num_words))
 
     def read(self, layer: OracleLayer, table: Sequence[int], start: int, end: int) -> list[int]:
-        """Returns the content of the slots [start, end), head by head."""
+        """Returns the first words of the slots [start, end), head by head."""
         words = self.words[layer.name]
-        return [words[self._word(table, position, head)] for head in self.heads for position in range(start, end)]
+        places = [(position, head) for head in self.heads for position in range(start, end)]
+        return [words[self._word(layer, table, *place)] for place in places]
 
     def checksum(self, layer: OracleLayer, table: Sequence[int], position: int, before: int) -> int:
         """Returns the checksum of everything that a query at `position` reads, head by head; continues the checksum
@@ -320,15 +345,17 @@ class OracleMemory:
             start = layer.first_seen(position)
             while start < position:
                 end = min(position, (start // self.block_size + 1) * self.block_size)
-                word = self._word(table, start, head)
-                before = crc32(words[word : word + end - start], before)
+                word = self._word(layer, table, start, head)
+                before = crc32(words[word : word + (end - start) * layer.num_words], before)
                 start = end
         return before
 
-    def _word(self, table: Sequence[int], position: int, head: int) -> int:
+    def _word(self, layer: OracleLayer, table: Sequence[int], position: int, head: int) -> int:
+        """Returns the place of a slot's first word."""
         index, offset = divmod(position, self.block_size)
         assert NULL_BLOCK < table[index] < self.config.num_blocks, f"the step reads or writes block {table[index]}"
-        return (table[index] * len(self.heads) + head - self.heads.start) * self.block_size + offset
+        slot = (table[index] * len(self.heads) + head - self.heads.start) * self.block_size + offset
+        return slot * layer.num_words
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Poisons these blocks, so that reads of their former content are detected."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from penstock.simulation.catalogue import Catalogue, faulty, mixed, pair, pairs, speculating, traffic, with_states
+from penstock.simulation.catalogue import (
+    Catalogue,
+    faulty,
+    mixed,
+    pair,
+    pairs,
+    speculating,
+    traffic,
+    with_sizes,
+    with_states,
+)
 from penstock.simulation.setup import Setup
 
 PD_SCENARIOS = Catalogue()
@@ -74,6 +84,13 @@ def _drafts(rng: random.Random) -> Setup:
 @_scenario("pd_windows", "C6: P may have freed a block behind its window that D still needs")
 def _windows(rng: random.Random) -> Setup:
     return replace(mixed(rng), windows=rng.choice([(6,), (0, 9), (0, 5), (4, 11)]))
+
+
+@_scenario("pd_sizes", "groups of several sizes: D reads blocks of every size, from other splits and block sizes")
+def _sizes(rng: random.Random) -> Setup:
+    setup = with_sizes(mixed(rng), rng)
+    setup = setup if rng.random() < 0.5 else speculating(setup, rng)
+    return faulty(traffic(setup, reuse=0.4), die=rng.choice([0.0, 0.1]))
 
 
 @_scenario(

@@ -19,6 +19,7 @@ from penstock.simulation.catalogue import (
     tiers,
     traffic,
     two,
+    with_sizes,
     with_states,
 )
 from penstock.simulation.pd_scenarios import PD_SCENARIOS
@@ -257,6 +258,17 @@ def _recurrent(rng: random.Random) -> Setup:
 @_scenario("offload_recurrent", "states: KV is in a tier with the state at its end, or is computed again")
 def _recurrent_tiers(rng: random.Random) -> Setup:
     return traffic(with_states(_tiers_with_drafts(rng), rng), reuse=0.5)
+
+
+@_scenario("sizes", "groups of several sizes: preemption, drafts and prefix hits, without transfers")
+def _sizes(rng: random.Random) -> Setup:
+    setup = with_sizes(replace(base(rng), backing="none"), rng)
+    return traffic(setup if rng.random() < 0.5 else speculating(setup, rng), reuse=0.5)
+
+
+@_scenario("offload_sizes", "groups of several sizes: a tier's chunks have room for a block of any group")
+def _sizes_in_tiers(rng: random.Random) -> Setup:
+    return traffic(with_sizes(_tiers_with_drafts(rng), rng), reuse=0.5)
 
 
 @_scenario("loads_behind_steps", "F12, F14: KV is loaded into blocks that steps in flight wrote for preempted requests")

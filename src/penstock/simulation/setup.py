@@ -111,11 +111,11 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """`topologies` has (pp, tp) of every engine; `spare_blocks` is the number of blocks beyond those of the longest
-    request; `spare_states` is the same for the states of recurrent layers, of which one is kept every
-    `checkpoint_interval` tokens. `depth` is how many steps may be in flight in addition to one for each stage but the
-    last: 1 is synchronous. `stage_layers` is the number of layers of every group in each stage, for engines with that
-    many stages; in others the layers are divided evenly.
+    """`topologies` has (pp, tp) of every engine; blocks of `wide_groups` have more bytes than others. `spare_blocks` is
+    the number of blocks beyond those of the longest request; `spare_states` is the same for the states of recurrent
+    layers, of which one is kept every `checkpoint_interval` tokens. `depth` is how many steps may be in flight in
+    addition to one for each stage but the last: 1 is synchronous. `stage_layers` is the number of layers of every group
+    in each stage, for engines with that many stages; in others the layers are divided evenly.
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
@@ -127,6 +127,7 @@ class Setup:
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
     windows: tuple[int, ...] = (0,)
+    wide_groups: tuple[int, ...] = ()
     stage_layers: tuple[int, ...] = ()
     depth: int = 2
     runs_ahead: bool = False
@@ -168,7 +169,8 @@ class Setup:
     @property
     def layers(self) -> tuple[OracleLayer, ...]:
         """Returns the layers; every stage has a layer of every group."""
-        return make_layers(self.windows, max(self.max_num_stages, sum(self.stage_layers)), self.has_drafter)
+        num_layers = max(self.max_num_stages, sum(self.stage_layers))
+        return make_layers(self.windows, num_layers, self.has_drafter, self.wide_groups)
 
     @property
     def max_num_stages(self) -> int:
