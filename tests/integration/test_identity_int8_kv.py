@@ -22,8 +22,8 @@ from tests.integration.test_identity_speculation import METHODS, SMALL_POOL, con
 from tests.integration.test_kv_connectors import offloading
 
 INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
-# Without windows; with windows in some layers; with sinks as well.
-FAMILIES = ("qwen3-128", "gemma3", "gpt-oss")
+# Without windows; with windows in some layers; with sinks as well; with heads of two sizes and shared keys and values.
+FAMILIES = ("qwen3-128", "gemma3", "gpt-oss", "gemma4-shared")
 BATCHES = ("chunks", "overlap", "preemption", "hits", "drafts", "two ranks", "stages", "ranks of stages", "a tier")
 COUNT = 12
 
