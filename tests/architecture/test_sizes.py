@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 372,
     "cli": 1435,
-    "config": 3220,
+    "config": 3223,
     "core": 1909,
     "engine": 944,
     "executor": 583,
@@ -43,7 +43,7 @@ BUDGETS = {
     "simulation": 3501,
     "tokenizer": 338,
     "utils": 556,
-    "verify": 774,
+    "verify": 782,
     "worker": 632,
 }
 # A folder that has shrunk by more than this needs a smaller budget, so that it cannot grow again unnoticed.

@@ -55,21 +55,35 @@ def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("Every token agrees: ")
 
 
+CASE = Case(
+    "",
+    EngineRequest(
+        request_id="0",
+        prompt_token_ids=(1, 2, 3),
+        sampling_params=SamplingParams(temperature=0.0),
+        max_tokens=5,
+        seed=0,
+    ),
+)
+
+
+def test_stages_do_not_separate_layers_that_share_keys_and_values() -> None:
+    args = EngineArgs()
+    config = replace(choose_device(resolve(args)), device="cpu")
+    count = config.model.num_hidden_layers
+    for source, found in ((count - 2, [f"{count - 2},2"] * 2), (0, [])):
+        shared = replace(config, model=replace(config.model, kv_sources=(*range(count - 1), source)))
+        rows = make_rows(args, shared, [CASE], True)
+        stages = [row for row in rows if row.arguments.get("pipeline_parallel_size", 1) > 1]
+        assert [row.arguments["pipeline_layers"] for row in stages] == found
+    assert not any(row.arguments.get("pipeline_layers") for row in make_rows(args, config, [CASE], True))
+
+
 def test_rows_of_a_gpu() -> None:
     """There identical tokens need `deterministic`, and there are rows with graphs."""
     args = EngineArgs()
     config = choose_device(resolve(args))
-    case = Case(
-        "",
-        EngineRequest(
-            request_id="0",
-            prompt_token_ids=(1, 2, 3),
-            sampling_params=SamplingParams(temperature=0.0),
-            max_tokens=5,
-            seed=0,
-        ),
-    )
-    on_cpu, on_gpu = (make_rows(args, replace(config, device=device), [case], True) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (make_rows(args, replace(config, device=device), [CASE], True) for device in ("cpu", "cuda"))
     added = [row.name for row in on_gpu if row.name not in {each.name for each in on_cpu}]
     assert added == ["CUDA graphs", "CUDA graphs, drafts"]
     assert all(row.arguments["deterministic"] for row in on_gpu)

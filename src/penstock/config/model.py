@@ -127,6 +127,11 @@ class ModelConfig:
             return None
         return self.window_rope if self.window_rope is not None and self.layer_windows[layer] else self.rope
 
+    @property
+    def first_source(self) -> int | None:
+        """Returns the first layer whose keys and values others read: it and all after it must be in one stage."""
+        return min((source for layer, source in enumerate(self.kv_sources) if source != layer), default=None)
+
     def for_length(self, max_model_len: int) -> ModelConfig:
         """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`)."""
         return replace(self, rope=self.rope.for_length(max_model_len))

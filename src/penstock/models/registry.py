@@ -189,12 +189,11 @@ def build_model(
 
 def _check_sources(config: ModelConfig, stage: Stage | None) -> None:
     """Raises ConfigError if a layer of the stage reads the keys and values of a layer in another one."""
-    count = config.num_hidden_layers
+    count, first = config.num_hidden_layers, config.first_source
     layers = range(count) if stage is None else stage.layers
     for layer in layers:
         source = config.kv_source(layer)
-        if source not in layers:
-            first = min(each for reader, each in enumerate(config.kv_sources) if each != reader)
+        if source not in layers and first is not None:
             raise ConfigError(
                 f"layer {layer} of {config.path} reads the keys and values of layer {source}, which is in an earlier "
                 f"stage of the pipeline: let the last stage begin with layer {first} or an earlier one "

@@ -131,12 +131,20 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
 
 def _rows_of_several_ranks(config: EngineConfig, plain: Mapping[str, Any], everything: Row) -> list[Row]:
     """Rows with several ranks, as processes. On a GPU each rank would need its own GPU."""
-    tp, pp = min(2, config.model.num_key_value_heads), min(2, config.model.num_hidden_layers)
-    if config.device != "cpu" or tp * pp < 4:
+    model, first = config.model, config.model.first_source
+    tp, pp = min(2, model.num_key_value_heads), min(2, model.num_hidden_layers)
+    if config.device != "cpu" or tp * pp < 4 or first == 0:
         return []
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    grid = replace(everything, name=f"everything, {tp} x {pp} ranks", arguments={**everything.arguments, **sizes})
-    return [*(Row(f"{name.split('_')[0]} parallel", {**plain, name: 2}, (_together,)) for name in sizes), grid]
+    ranks: dict[str, Any] = {"tensor_parallel_size": tp}
+    stages: dict[str, Any] = {"pipeline_parallel_size": pp}
+    if first is not None:
+        stages["pipeline_layers"] = f"{first},{model.num_hidden_layers - first}"
+    arguments = {**everything.arguments, **ranks, **stages}
+    return [
+        Row("tensor parallel", {**plain, **ranks}, (_together,)),
+        Row("pipeline parallel", {**plain, **stages}, (_together,)),
+        replace(everything, name=f"everything, {tp} x {pp} ranks", arguments=arguments),
+    ]
 
 
 def _connectors(args: EngineArgs) -> dict[str, Any]:
