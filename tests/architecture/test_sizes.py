@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": 1435,
     "config": 3223,
     "core": 1909,
-    "engine": 944,
+    "engine": 955,
     "executor": 583,
     "frontend": 1528,
     "grammar": 348,

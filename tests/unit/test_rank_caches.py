@@ -125,6 +125,13 @@ def test_ranks_in_one_memory_share_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "leave too little memory" in caplog.text
 
 
+def test_memory_of_blocks_that_groups_leave_unused_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """There are four layers with a window and a drafter's half of one, and three layers without."""
+    with caplog.at_level(logging.INFO):
+        plan_cache(make_engine_config(num_gpu_blocks_override=40), make_facts(2, 2))
+    assert "parts of a KV block's memory: 100% with a window of 32, 67% with no window" in caplog.text
+
+
 def test_blocks_of_groups_of_several_sizes_do_not_overlap() -> None:
     """A block belongs to one group: what is written there changes no block of another group, whatever its size."""
     specs = {

@@ -21,6 +21,7 @@ from penstock.worker.messages import WorkerFacts
 logger = logging.get_logger(__name__)
 
 _MIN_BLOCKS = 2  # the null block, and one
+_LEAST_USED = 7 / 8
 _LEAST_INTERVAL = 8
 """Blocks between two checkpoints of a prompt, by default at least."""
 
@@ -59,9 +60,22 @@ def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[Sche
         bytes_per_block=sum(per_rank.values()),
         attached=attached,
     )
+    _report_unused(planned)
     if planned.has_states:
         planned = _with_states(planned, config, limits, facts)
     return limits, planned
+
+
+def _report_unused(planned: KVCacheConfig) -> None:
+    """Reports if blocks of a group leave more than an eighth of their memory to those of others."""
+    used: dict[str, float] = {}
+    for number, group in enumerate(planned.groups):
+        if not group.spec.is_recurrent:
+            window = f"a window of {group.spec.sliding_window}" if group.spec.sliding_window else "no window"
+            used[window] = planned.block_bytes(number) / planned.bytes_per_block
+    if min(used.values()) < _LEAST_USED:
+        shares = ", ".join(f"{share:.0%} with {window}" for window, share in used.items())
+        logger.info("layers use different parts of a KV block's memory: %s", shares)
 
 
 def _with_states(
