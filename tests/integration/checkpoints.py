@@ -307,6 +307,19 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": COMMON["vocab_size"],
         },
     ),
+    # The sizes of heads of all published models.
+    "gemma4-512": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": COMMON["vocab_size"],
+        },
+    ),
     "gemma4-moe": (
         "gemma4_text",
         {

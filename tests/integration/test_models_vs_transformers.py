@@ -36,6 +36,7 @@ WITH_TWO_GROUPS = (
     "gemma3",
     "gemma4",
     "gemma4-shared",
+    "gemma4-512",
     "gemma4-moe",
     "gemma4-unified",
     "gpt-oss",
