@@ -22,14 +22,14 @@ from tests.unit.test_fused_decode import MODELS, VOCAB, caches_of, context_of, m
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the torch references are not recorded")
 AUX_LAYERS = (1, 2)
-# The last two layers read the keys and values of the first two.
+# The last two layers read the keys and values of the first two, whose blocks are of two sizes.
 SHARED = replace(
     MODELS["llama"],
     model_type="gemma4_text",
     num_hidden_layers=4,
     layer_windows=(7, 0, 7, 0),
     kv_sources=(0, 1, 0, 1),
-    full_heads=KVHeads(1, 48),
+    full_heads=KVHeads(1, 40),
     has_keys_as_values=True,
     per_layer_inputs=PerLayerInputs(size=8, vocab_size=VOCAB),
     activation=GELU_TANH,
@@ -159,17 +159,19 @@ def test_nothing_is_recorded_while_hooks_are_active(calls: Calls) -> None:
     assert calls.noted == ["repeat"] * 5
 
 
-def test_another_cache_is_read(calls: Calls) -> None:
-    run = Run(MODELS["llama"], 2)
+@pytest.mark.parametrize(("config", "aux_layers"), [(MODELS["llama"], ()), (SHARED, (2,))])
+def test_another_cache_is_read(config: ModelConfig, aux_layers: tuple[int, ...], calls: Calls) -> None:
+    """Also by layers that read others' caches, in a span of their own."""
+    run, repeats = Run(config, 2, aux_layers), ["repeat"] * (1 + len(aux_layers))
     for counts in ((9, 5), (1, 1), (1, 1), (1, 1)):
         expected = run.step(counts)
-    assert calls.noted == ["repeat"]
+    assert calls.noted == repeats
     moved = {name: tensor.clone() for name, tensor in run.caches.items()}
     for tensor in run.caches.values():
         tensor.fill_(torch.nan)
     run.caches, run.lengths = moved, [length - 1 for length in run.lengths]
     assert torch.equal(run.step((1, 1)), expected)
-    assert calls.noted == ["repeat"] * 2
+    assert calls.noted == repeats * 2
 
 
 def test_a_number_of_threads_has_its_own_recording(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
