@@ -127,7 +127,7 @@ def test_ranks_in_one_memory_share_it(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_memory_of_blocks_that_groups_leave_unused_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """There are four layers with a window and a drafter's half of one, and three layers without."""
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "penstock"):
         plan_cache(make_engine_config(num_gpu_blocks_override=40), make_facts(2, 2))
     assert "parts of a KV block's memory: 100% with a window of 32, 67% with no window" in caplog.text
 
