@@ -1,6 +1,6 @@
 """llama.cpp (through llama-cpp-python's C interface) on the workload.
 
-Writes a GGUF file with random weights in the shape of the given config.json (Qwen3, Qwen3-MoE, DeepSeek-V2,
+Writes a GGUF file with random weights in the shape of the given config.json (Qwen3, Qwen3-MoE, Qwen3.5, DeepSeek-V2,
 GLM-4.7-Flash, Gemma 3 or Phi-4-mini) into that folder, once: in bf16, q8_0 or q4_0, of which the embedding and the head
 are q8_0.
 """
@@ -23,6 +23,7 @@ MAX_TOKENS = 32 * 256
 ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
     "deepseek_v2": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "gemma3_text": "gemma3",
@@ -42,6 +43,8 @@ class Checkpoint:
         self.has_outer_norms = self.config["model_type"] == "gemma3_text"
         self.head: int = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
         self.hidden: int = self.config["hidden_size"]
+        # Every so many layers one has attention, and the others recurrence; 0 if all have attention.
+        self.interval: int = self.config.get("full_attention_interval", 0)
         self._writer = gguf.GGUFWriter(str(file), ARCHITECTURES[self.config["model_type"]])
         self._rng = np.random.default_rng(0)
 
@@ -54,17 +57,23 @@ class Checkpoint:
         for layer in range(self.config["num_hidden_layers"]):
             self._prefix = f"blk.{layer}."
             self._norm("attn_norm.weight", self.hidden)
-            self._latent_attention() if self.is_latent else self._attention()
+            self._mix(layer)
             if self.has_outer_norms:
                 self._norm("post_attention_norm.weight", self.hidden)
                 self._norm("post_ffw_norm.weight", self.hidden)
-            self._norm("ffn_norm.weight", self.hidden)
+            self._norm("post_attention_norm.weight" if self.interval else "ffn_norm.weight", self.hidden)
             has_experts = self.num_experts and layer >= self.config.get("first_k_dense_replace", 0)
             self._experts() if has_experts else self._dense("", self.config["intermediate_size"])
         self._writer.write_header_to_file()
         self._writer.write_kv_data_to_file()
         self._writer.write_tensors_to_file()
         self._writer.close()
+
+    def _mix(self, layer: int) -> None:
+        if self.interval and (layer + 1) % self.interval:
+            self._gated_delta()
+        else:
+            self._latent_attention() if self.is_latent else self._attention()
 
     @property
     def num_experts(self) -> int:
@@ -80,7 +89,8 @@ class Checkpoint:
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_head_count(config["num_attention_heads"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
+        rope = config.get("rope_parameters", config)
+        writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_vocab_size(config["vocab_size"])
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
@@ -101,7 +111,9 @@ class Checkpoint:
             writer.add_head_count_kv(config["num_key_value_heads"])
             writer.add_key_length(self.head)
             writer.add_value_length(self.head)
-            writer.add_rope_dimension_count(int(self.head * config.get("partial_rotary_factor", 1.0)))
+            writer.add_rope_dimension_count(int(self.head * rope.get("partial_rotary_factor", 1.0)))
+            if self.interval:
+                self._describe_recurrence()
             if config.get("sliding_window"):
                 writer.add_sliding_window(config["sliding_window"])
         if self.num_experts:
@@ -116,6 +128,16 @@ class Checkpoint:
             gating = gguf.ExpertGatingFuncType
             is_sigmoid = config["scoring_func"] == "sigmoid"
             writer.add_expert_gating_func(gating.SIGMOID if is_sigmoid else gating.SOFTMAX)
+
+    def _describe_recurrence(self) -> None:
+        config, writer = self.config, self._writer
+        writer.add_full_attention_interval(self.interval)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
 
     # ---- Tensors ----
 
@@ -136,11 +158,32 @@ class Checkpoint:
         if self.is_fused:
             self._matrix("attn_qkv.weight", (heads + 2 * kv_heads) * self.head, self.hidden)
         else:
-            for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            # A gate for every query is beside it.
+            for name, count in (("q", heads * 2 if self.interval else heads), ("k", kv_heads), ("v", kv_heads)):
                 self._matrix(f"attn_{name}.weight", count * self.head, self.hidden)
             self._norm("attn_q_norm.weight", self.head)
             self._norm("attn_k_norm.weight", self.head)
         self._matrix("attn_output.weight", self.hidden, heads * self.head)
+
+    def _gated_delta(self) -> None:
+        config = self.config
+        heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        inner = heads * size
+        channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + inner
+        self._matrix("attn_qkv.weight", channels, self.hidden)
+        self._matrix("attn_gate.weight", inner, self.hidden)
+        self._matrix("ssm_beta.weight", heads, self.hidden)
+        self._matrix("ssm_alpha.weight", heads, self.hidden)
+        self._matrix("ssm_out.weight", self.hidden, inner)
+        self._norm("ssm_norm.weight", size)
+        self._numbers("ssm_conv1d.weight", channels, config["linear_conv_kernel_dim"])
+        self._numbers("ssm_dt.bias", heads)
+        self._numbers("ssm_a", heads)
+
+    def _numbers(self, name: str, *shape: int) -> None:
+        """Small negative numbers, in float32."""
+        values = -0.1 * self._rng.random(shape, dtype=np.float32)
+        self._writer.add_tensor(self._prefix + name, values)
 
     def _latent_attention(self) -> None:
         config = self.config
