@@ -22,13 +22,13 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 372,
     "cli": 1435,
-    "config": 3224,
+    "config": 3244,
     "core": 1909,
     "engine": 955,
     "executor": 583,
-    "frontend": 1528,
+    "frontend": 1530,
     "grammar": 348,
-    "kernels": 5404,
+    "kernels": 5423,
     "kv_transfer": 6616,
     "layers": 339,
     "loadgen": 453,
@@ -38,13 +38,13 @@ BUDGETS = {
     "parallel": 523,
     "penstock": 45,
     "router": 1888,
-    "runner": 2793,
+    "runner": 2802,
     "server": 4462,
     "simulation": 3501,
     "tokenizer": 338,
-    "utils": 556,
+    "utils": 577,
     "verify": 782,
-    "worker": 632,
+    "worker": 633,
 }
 # A folder that has shrunk by more than this needs a smaller budget, so that it cannot grow again unnoticed.
 SLACK = 60

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.config.engine import ExecutionConfig
 from penstock.kernels import native
+from penstock.runner.cpu import parts
 from penstock.utils import machine
 from tests.architecture.sources import ROOT
 
@@ -45,9 +47,53 @@ def test_the_library_can_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1)])
 def test_threads_respect_the_cgroup(quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    monkeypatch.setattr(native, "_TORCH_THREADS", 8)
+    monkeypatch.setattr(native, "_MOST_THREADS", 8)
+    monkeypatch.setattr(machine, "allowed_cores", lambda: set(range(16)))
     monkeypatch.setattr(machine, "CGROUP_QUOTA", tmp_path / "cpu.max")
     assert native.default_num_threads() == expected
+
+
+def test_threads_follow_the_cores_of_a_running_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota, cores = tmp_path / "cpu.max", set(range(8))
+    monkeypatch.setattr(native, "_MOST_THREADS", sys.maxsize)
+    monkeypatch.setattr(machine, "allowed_cores", lambda: cores)
+    monkeypatch.setattr(machine, "CGROUP_QUOTA", quota)
+    llm = LLM(device="cpu", num_gpu_blocks_override=64)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+
+    def answer() -> list[int]:
+        monkeypatch.setattr(native, "_next_look", 0.0)
+        return llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids
+
+    expected = answer()
+    assert native.num_threads() == 8
+    quota.write_text("250000 100000\n")
+    assert (answer(), native.num_threads()) == (expected, 3)
+    cores.clear()
+    cores.update({0, 5})
+    assert (answer(), native.num_threads()) == (expected, 2)
+    llm.shutdown()
+    # A number that was given stays, and so does one within a second.
+    native.set_num_threads(1)
+    monkeypatch.setattr(native, "_next_look", 0.0)
+    native.look_at_cores()
+    assert native.num_threads() == 1
+    native.share_cores(1)
+    native.look_at_cores()
+    cores.update(range(6))
+    native.look_at_cores()
+    assert native.num_threads() == 2
+    native.set_num_threads(native.default_num_threads())
+
+
+@pytest.mark.parametrize(("nodes", "wanted"), [([{0}, {1}], True), ([{0, 1}], False), ([], False)])
+def test_an_engine_across_numa_nodes_says_so(
+    nodes: list[set[int]], wanted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parts, "numa_nodes", lambda: nodes)
+    parts.cpu_parts().set_up(ExecutionConfig(num_threads=1), 1)
+    assert ("--data-parallel-size 2 runs an engine on each node" in caplog.text) is wanted
+    native.set_num_threads(native.default_num_threads())
 
 
 def test_an_engine_uses_the_configured_number_of_threads() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +28,7 @@ from penstock.frontend.replica import Replica, RequestStream
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import SchedulerStats, StepReport
+from penstock.utils import machine
 
 
 @dataclass(eq=False)
@@ -341,3 +346,59 @@ def test_cores_on_a_cpu_share_its_memory_and_its_threads() -> None:
 def test_llm_refuses_several_engines() -> None:
     with pytest.raises(ConfigError, match="penstock serve"):
         LLM(data_parallel_size=2)
+
+
+NODES = [{0, 1, 2, 3}, {8, 9, 10, 11}]
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "wanted"),
+    [
+        (2, NODES, [{0, 1, 2, 3}, {8, 9, 10, 11}]),
+        (4, NODES, [{0, 1}, {2, 3}, {8, 9}, {10, 11}]),
+        (3, NODES, [{0, 1}, {2, 3}, {8, 9, 10, 11}]),
+        (2, [{0}, {1}, {2}], [{0}, {1, 2}]),
+        (2, [{0, 1, 2, 3}], [set(), set()]),
+        (2, [], [set(), set()]),
+        (3, [{0}, {1}], [set(), set(), set()]),
+    ],
+)
+def test_engines_are_bound_to_nodes(size: int, nodes: list[set[int]], wanted: list[set[int]]) -> None:
+    plans = core_plans(resolve(EngineArgs(data_parallel_size=size, device="cpu")), None, nodes)
+    assert [set(plan.cores) for plan in plans] == wanted
+    threads = [plan.config.execution.num_threads for plan in plans]
+    assert threads == [len(cores) or None for cores in wanted]
+
+
+def test_threads_of_bound_engines() -> None:
+    args = EngineArgs(data_parallel_size=2, tensor_parallel_size=2, device="cpu")
+    assert [plan.config.execution.num_threads for plan in core_plans(resolve(args), None, NODES)] == [2, 2]
+    given = replace(args, num_threads=1)
+    assert [plan.config.execution.num_threads for plan in core_plans(resolve(given), None, NODES)] == [1, 1]
+
+
+def test_a_process_is_bound_to_its_cores() -> None:
+    before = os.sched_getaffinity(0)
+    only = {min(before)}
+    with machine.bound_to(only):
+        found = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert found.stdout.strip() == str(only)
+    assert os.sched_getaffinity(0) == before
+    with machine.bound_to(()):
+        assert os.sched_getaffinity(0) == before
+
+
+def test_numa_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, cores in (("0", "0-2\n"), ("1", "4,6-7\n"), ("10", "9\n"), ("2", "\n")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cores)
+    monkeypatch.setattr(machine, "NUMA_NODES", tmp_path)
+    monkeypatch.setattr(machine, "allowed_cores", lambda: set(range(1, 10)))
+    assert machine.numa_nodes() == [{1, 2}, {4, 6, 7}, {9}]
+    monkeypatch.setattr(machine, "NUMA_NODES", tmp_path / "none")
+    assert machine.numa_nodes() == []

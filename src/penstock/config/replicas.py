@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from penstock.config.engine import EngineConfig
 from penstock.config.gpus import name_gpus, show_gpus
@@ -18,27 +19,57 @@ _TCP_PORT = re.compile(r"(tcp://.*:)([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """How to start an engine core: its configuration, and additions to its process's environment.
+    """How to start an engine core: its configuration, additions to its process's environment, and the processor's
+    cores to which the process is bound; without any it is not bound.
 
     A core of several engines derives their configurations by `config_of_engine`.
     """
 
     config: EngineConfig
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    cores: frozenset[int] = frozenset()
 
 
-def core_plans(config: EngineConfig, visible_gpus: str | None) -> list[CorePlan]:
+def core_plans(config: EngineConfig, visible_gpus: str | None, nodes: Sequence[Set[int]] = ()) -> list[CorePlan]:
     """Plans the cores of all data parallel ranks, in order: one for each, or one for all if they share experts.
 
-    Each has its own GPUs; on a CPU they divide its cores and its memory. Ports in kv_transfer_config, including the
-    default one of a MooncakeConnector, and in kv_events_config are those of rank 0; rank r listens r ports above them.
-    `visible_gpus` is CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
+    Each has its own GPUs; on a CPU they divide its cores and its memory: each is bound to some of `nodes`, the cores of
+    its NUMA nodes, or to a part of one. Ports in kv_transfer_config, including the default one of a MooncakeConnector,
+    and in kv_events_config are those of rank 0; rank r listens r ports above them. `visible_gpus` is
+    CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
     """
     size = config.parallel.dp
     if size == config.parallel.num_joint_engines:
         return [CorePlan(config)]
     gpus = _gpus_by_rank(config, visible_gpus)
-    return [CorePlan(config_of_engine(config, rank), gpus[rank]) for rank in range(size)]
+    cores = _cores_by_rank(size, nodes)
+    return [CorePlan(_config_of_rank(config, rank, cores[rank]), gpus[rank], cores[rank]) for rank in range(size)]
+
+
+def _cores_by_rank(size: int, nodes: Sequence[Set[int]]) -> list[frozenset[int]]:
+    """Returns each rank's cores: whole nodes, or an equal part of one that several ranks share. Nothing is bound on a
+    machine with one node, whose cores are alike, or if a rank would have no core.
+    """
+    if len(nodes) <= 1 or size > sum(map(len, nodes)):
+        return [frozenset[int]()] * size
+    if size <= len(nodes):
+        bounds = [len(nodes) * rank // size for rank in range(size + 1)]
+        return [frozenset[int]().union(*nodes[first:end]) for first, end in pairwise(bounds)]
+    found: list[frozenset[int]] = []
+    for number, node in enumerate(nodes):
+        sharers, ordered = len(range(number, size, len(nodes))), sorted(node)
+        parts = [len(ordered) * part // sharers for part in range(sharers + 1)]
+        found += [frozenset(ordered[first:end]) for first, end in pairwise(parts)]
+    return found
+
+
+def _config_of_rank(config: EngineConfig, rank: int, cores: Set[int]) -> EngineConfig:
+    own = config_of_engine(config, rank)
+    if not cores or own.execution.num_threads is not None:
+        return own
+    # A bound engine's cores are its own already.
+    threads = max(1, len(cores) // own.parallel.num_ranks)
+    return replace(own, execution=replace(own.execution, num_threads=threads))
 
 
 def _gpus_by_rank(config: EngineConfig, visible: str | None) -> list[dict[str, str]]:

@@ -29,6 +29,7 @@ from penstock.metrics.request_log import EngineObserver
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, RequestError
+from penstock.utils.machine import count_gpus, numa_nodes
 
 ReplicaObservers = Callable[[int], Sequence[EngineObserver]]
 """Makes the observers of one data parallel rank."""
@@ -85,7 +86,8 @@ class AsyncLLM:
         """
         args = EngineArgs.from_kwargs(**engine_args, **({} if model is None else {"model": model}))
         config = await asyncio.to_thread(resolve, args)
-        plans = core_plans(config, env.visible_gpus())
+        is_on_cpu = config.device == "cpu" or (config.device == "auto" and count_gpus() == 0)
+        plans = core_plans(config, env.visible_gpus(), numa_nodes() if is_on_cpu else ())
         clients: list[CoreClient] = []
         try:
             for plan in plans:

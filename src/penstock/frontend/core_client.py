@@ -24,6 +24,7 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import BlockMap, ExpertMap, StepReport
 from penstock.utils.child_process import ChildProcess, Failed
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.machine import bound_to
 from penstock.utils.wire import FrameReader
 
 _EXIT_SECONDS = 15.0
@@ -59,7 +60,8 @@ class CoreClient(asyncio.Protocol):
         ConfigError if it cannot be.
         """
         num_engines = plan.config.parallel.num_joint_engines
-        process = ChildProcess(("-m", "penstock.engine.core_process"), env.for_child(plan.environment))
+        with bound_to(plan.cores):
+            process = ChildProcess(("-m", "penstock.engine.core_process"), env.for_child(plan.environment))
         loop = asyncio.get_running_loop()
         _, client = await loop.create_unix_connection(lambda: cls(process, num_engines), sock=process.connection)
         client._send(plan.config)

@@ -17,6 +17,7 @@ import functools
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ import torch
 from penstock.config import env
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError
-from penstock.utils.machine import core_quota
+from penstock.utils.machine import usable_cores
 
 # What determines the bits of a result, by instruction set: sets with the same name compute the same bits. `fma` rounds
 # every product and sum to float32, fused where the kernels say so, in the same order however wide the registers are.
@@ -53,12 +54,17 @@ _LIBRARY_PATH = Path(__file__).with_name("libpenstock_native.so")
 
 # OMP_NUM_THREADS, or the cores that this process may run on: read before anything changes it.
 _TORCH_THREADS = torch.get_num_threads()
+# A process with fewer threads than cores has been told their number; another may get more cores while it runs.
+_MOST_THREADS = _TORCH_THREADS if usable_cores() > _TORCH_THREADS else sys.maxsize
+_SECONDS_BETWEEN_LOOKS = 1.0
 _num_threads = 0
+_num_sharers = 0
+_next_look = 0.0
 
 
 def default_num_threads() -> int:
     """Returns OMP_NUM_THREADS, or the number of cores of this process, limited by its cgroup's quota."""
-    return min(_TORCH_THREADS, core_quota() or _TORCH_THREADS)
+    return min(_MOST_THREADS, usable_cores())
 
 
 def num_threads() -> int:
@@ -68,9 +74,30 @@ def num_threads() -> int:
 
 def set_num_threads(count: int) -> int:
     """Sets the number of threads from the next call on. Results do not depend on it."""
-    global _num_threads
-    _num_threads = count
+    global _num_threads, _num_sharers
+    _num_threads, _num_sharers = count, 0
     return count
+
+
+def share_cores(num_sharers: int) -> int:
+    """Sets the number of threads to this process's share of its cores, and has `look_at_cores` follow it."""
+    global _num_sharers
+    count = set_num_threads(max(1, default_num_threads() // num_sharers))
+    _num_sharers = num_sharers
+    return count
+
+
+def look_at_cores() -> None:
+    """Follows changes of the process's affinity and of its cgroup's quota, after `share_cores`. Looks once a second."""
+    global _next_look
+    now = time.monotonic()
+    if _num_sharers and now >= _next_look:
+        _next_look = now + _SECONDS_BETWEEN_LOOKS
+        before, count = _num_threads, share_cores(_num_sharers)
+        if count != before:
+            logger.info(
+                "The kernels use %d threads from now on instead of %d: this process's cores changed", count, before
+            )
 
 
 class CallRecorder(Protocol):

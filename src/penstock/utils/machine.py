@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max PERIOD" or "QUOTA PERIOD", in microseconds
+NUMA_NODES = Path("/sys/devices/system/node")
 _DRIVER = "libcuda.so.1"
 
 
@@ -19,10 +20,47 @@ def core_quota() -> int | None:
     return None if quota == "max" else max(1, math.ceil(int(quota) / int(period)))
 
 
+def allowed_cores() -> set[int]:
+    """Returns the numbers of the cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def usable_cores() -> int:
     """Returns the number of cores that this process may run on, limited by its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(allowed_cores())
     return min(cores, core_quota() or cores)
+
+
+def numa_nodes() -> list[set[int]]:
+    """Returns the cores of each NUMA node that this process may run on, in the order of the nodes; nothing where the
+    system does not name nodes.
+    """
+    allowed = allowed_cores()
+    files = sorted(NUMA_NODES.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
+    nodes = [_numbers(file.read_text()) & allowed for file in files]
+    return [node for node in nodes if node]
+
+
+def _numbers(text: str) -> set[int]:
+    """Reads "0-3,8": {0, 1, 2, 3, 8}."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
+
+
+@contextlib.contextmanager
+def bound_to(cores: Collection[int]) -> Iterator[None]:
+    """Binds the calling thread to these cores, and with it the threads and processes that it starts meanwhile; without
+    cores it does nothing.
+    """
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def count_gpus(driver: str = _DRIVER) -> int:

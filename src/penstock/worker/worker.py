@@ -197,6 +197,7 @@ class Worker:
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Launches the forward pass."""
         self._is_warming_up = plan.is_warm_up
+        native.look_at_cores()
         with self._enough_memory():
             self._runner.execute_model(plan)
 

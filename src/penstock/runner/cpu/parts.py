@@ -21,7 +21,11 @@ from penstock.runner.memory import HostMemory
 from penstock.runner.parts import DeviceParts
 from penstock.runner.sampling.logprobs import PendingLogprobs, token_logprobs
 from penstock.utils.errors import ConfigError
+from penstock.utils.logging import get_logger
+from penstock.utils.machine import numa_nodes
 from penstock.utils.shared_memory import create_memory
+
+_logger = get_logger(__name__)
 
 
 def cpu_parts() -> DeviceParts:
@@ -57,8 +61,16 @@ def cpu_parts() -> DeviceParts:
 
 
 def _set_up(execution: ExecutionConfig, num_ranks: int) -> None:
-    count = execution.num_threads or max(1, native.default_num_threads() // num_ranks)
-    native.set_num_threads(count)
+    given = execution.num_threads
+    count = native.share_cores(num_ranks) if given is None else native.set_num_threads(given)
+    num_nodes = len(numa_nodes())
+    if num_nodes > 1:
+        _logger.warning(
+            "The cores of this process are on %d NUMA nodes, and every step reads weights across them: "
+            "--data-parallel-size %d runs an engine on each node, and numactl or taskset binds a single one",
+            num_nodes,
+            num_nodes,
+        )
     # Torch only has small operations left, for which waiting for a descheduled thread would take longer.
     torch.set_num_threads(count if native.library() is None else 1)
 
