@@ -73,7 +73,7 @@ def _report_unused(planned: KVCacheConfig) -> None:
         if not group.spec.is_recurrent:
             window = f"a window of {group.spec.sliding_window}" if group.spec.sliding_window else "no window"
             used[window] = planned.block_bytes(number) / planned.bytes_per_block
-    if min(used.values()) < _LEAST_USED:
+    if min(used.values(), default=1.0) < _LEAST_USED:
         shares = ", ".join(f"{share:.0%} with {window}" for window, share in used.items())
         logger.info("layers use different parts of a KV block's memory: %s", shares)
 
