@@ -3,8 +3,8 @@
     python bench/busy.py [--neighbours 0 1 2] [--nice 0] [--batches 1 8] [--rounds 5] [--shape bench/shapes/qwen3-0.6b]
 
 One engine in one process; the settings alternate within a round, and the median of the rounds is shown. The last column
-is the default setting's speed relative to the best one. `--nice 19` gives the neighbours a low priority. The model is the
-built-in one, or has random weights in the shape of a folder's config.json.
+is the default setting's speed relative to the best one. `--nice 19` gives the neighbours a low priority. The model is
+the built-in one, or has random weights in the shape of a folder's config.json.
 """
 
 from __future__ import annotations

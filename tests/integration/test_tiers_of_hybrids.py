@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 from penstock import ConfigError, SamplingParams
+from tests.architecture.sources import ROOT
 from tests.integration.checkpoints import COMMON, make_checkpoint
 from tests.integration.test_disaggregation import complete
 from tests.integration.test_identity_families import MAX_TOKENS, Answer, answer, engine
@@ -32,6 +37,7 @@ class Conversation:
 
     path: Path
     folder: Path
+    first: list[int]
     second: list[int]
     wanted: Answer
 
@@ -53,7 +59,7 @@ def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
     plain = engine(path)
     wanted = answer(complete(plain, second, PARAMS))
     plain.shutdown()
-    return Conversation(path, folder, second, wanted)
+    return Conversation(path, folder, first, second, wanted)
 
 
 def state_files(folder: Path) -> list[Path]:
@@ -110,6 +116,43 @@ def test_a_restarted_engine_continues_at_the_last_stored_state(
     assert stats.remote_kv.num_tokens == num_cached
     assert stats.connector["num_loads"] == (num_cached // BLOCK + 1 if num_cached else 0)
     assert stats.connector["STORAGE.num_corrupted"] == (num_bad if change is flip_a_bit else 0)
+    llm.check_integrity()
+    llm.shutdown()
+
+
+_STORES_UNTIL_KILLED = """
+import itertools, json, sys
+from tests.integration.test_disaggregation import complete
+from tests.integration.test_identity_families import engine
+from tests.integration.test_kv_connectors import offloading
+from tests.integration.test_tiers_of_hybrids import PARAMS
+path, folder, first = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+llm = engine(path, enable_prefix_caching=True, kv_transfer_config=offloading(disk_path=folder))
+complete(llm, first, PARAMS)
+for number in itertools.count():
+    complete(llm, [number % 90 + 1, *first[1:]], PARAMS)
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_an_engine_that_was_killed_left_whole_states_alone(conversation: Conversation, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    arguments = [str(conversation.path), str(folder), json.dumps(conversation.first)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STORES_UNTIL_KILLED, *arguments], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        assert process.stdout.readline()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    llm = engine(conversation.path, enable_prefix_caching=True, kv_transfer_config=offloading(disk_path=str(folder)))
+    found = complete(llm, conversation.second, PARAMS)
+    assert answer(found) == conversation.wanted
+    assert found.num_cached_tokens == AFTER_ANSWER
+    assert llm.stats().connector["STORAGE.num_corrupted"] == 0
     llm.check_integrity()
     llm.shutdown()
 
