@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.config.engine import SchedulerConfig
+from penstock.core.adapter_slots import AdapterSlots
 from penstock.core.containment import contained
 from penstock.core.expert_balancer import ExpertBalancer
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
@@ -50,11 +51,13 @@ class Scheduler:
         transfer: KVTransfer = NO_TRANSFER,
         is_warm_up: bool = False,
         experts: ExpertBalancer | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """With `is_warm_up`, steps are marked as such, and no connector on any rank takes part in them."""
         self._kv = kv
         self._grammars = grammars or StructuredOutputs(None)
         self.experts = experts or ExpertBalancer()
+        self._adapters = adapters or AdapterSlots(None)
         self._connector = transfer.connector
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
@@ -164,6 +167,16 @@ class Scheduler:
         is_reset = not self._last_admissions and self._kv.reset_prefix_cache()
         return is_reset and (not reset_connector or self._connector.reset_cache())
 
+    def forget_adapter(self, digest: bytes) -> bool:
+        """Frees the slot of an unloaded adapter. Returns False while a request has it, or a step in flight may still
+        load it.
+        """
+        users = (request.data.adapter for request in self._requests.values())
+        if self._last_admissions or any(adapter is not None and adapter.digest == digest for adapter in users):
+            return False
+        self._adapters.forget(digest)
+        return True
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
@@ -267,6 +280,7 @@ class Scheduler:
     def _rewind(self, request: Request) -> None:
         """Returns a request to the queue with its tokens but without its KV, which steps in flight may still write."""
         self._running.remove(request)
+        self._adapters.release(request)
         self._remote.detach(request)
         self._kv.release(request, self._step)
         request.preempt()
@@ -287,6 +301,8 @@ class Scheduler:
             if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
             if not self._remote.has_turn(request) or self._grammars.is_compiling(request.request_id):
+                continue
+            if not self._adapters.has_room(request):
                 continue
             hit = self._kv.find_prefix(request)
             # A running request is about to publish the next block. With priorities, its priority may be lower.
@@ -323,7 +339,10 @@ class Scheduler:
             self._running.add(request, batch)
             self._num_admissions += 1
             request.admit(self._num_admissions, num_present)
-            plan.add_new(request, block_ids, num_tokens)
+            slot, load = self._adapters.acquire(request)
+            if load is not None:
+                plan.adapter_loads.append(load)
+            plan.add_new(request, block_ids, num_tokens, slot)
         return True
 
     # ---- Apply ----
@@ -408,6 +427,7 @@ class Scheduler:
         self._remote.detach(request)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            self._adapters.release(request)
             self._finished_request_ids.add(request.request_id)
         else:
             self._waiting.remove(request)
@@ -436,6 +456,7 @@ class Scheduler:
         self._kv.check_integrity()
         self._remote.check_integrity()
         self.experts.check_integrity()
+        self._adapters.check_integrity(list(self._running))
         assert not self._failed or self._last_admissions, "no step will report the requests that have failed"
         if not self._requests and not self._last_admissions and self._remote.is_idle:
             assert self._kv.pool.is_unused, "blocks are missing at idle"

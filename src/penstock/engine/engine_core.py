@@ -116,6 +116,10 @@ class EngineCore:
         self._publish_kv_events()
         return is_reset
 
+    def forget_adapter(self, digest: bytes) -> bool:
+        """Called when an adapter has been unloaded. Returns False if it may still be read: ask again later."""
+        return self._scheduler.forget_adapter(digest)
+
     def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._scheduler.block_map(max_cells)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.messages.adapters import LoraTarget
+
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`kernels` is the kernel set in use: an instruction set of the native library (`native.ARITHMETIC` lists them), or
@@ -14,7 +16,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     of the warm-up. `pooling` describes in words what a pooling engine returns. `shares_experts`: the data parallel
     engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
     `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
-    over all ranks.
+    over all ranks. `lora_targets` are the projections that adapters may change, by name.
     """
 
     dtype: str
@@ -40,6 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     num_weights: int = 0
     weight_bytes: int = 0
+    lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
 
     @property
     def num_ranks(self) -> int:
