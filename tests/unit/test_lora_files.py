@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.config.lora import CONFIG, WEIGHTS, check_targets, parse_lora, read_adapter
+from penstock.config.engine import EngineArgs, resolve
+from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
 from penstock.frontend.adapters import AdapterStore, LoRARequest
 from penstock.messages.adapters import LoraTarget
 from penstock.utils.errors import ConfigError, RequestError
@@ -144,15 +145,21 @@ def test_targets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((0, 16, None), "max_loras"), ((1, 513, None), "max_lora_rank"), ((4, 16, 3), "max_cpu_loras")],
+    [
+        ({"max_loras": 0}, "max_loras"),
+        ({"max_lora_rank": 513}, "max_lora_rank"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras"),
+        ({"distributed_executor_backend": "ray"}, "ranks on one host"),
+        ({"runner": "pooling"}, "this one pools"),
+    ],
 )
-def test_limits(arguments: tuple[int, int, int | None], words: str) -> None:
+def test_limits(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse_lora(*arguments, is_enabled=True)
+        resolve(EngineArgs.from_kwargs(enable_lora=True, **arguments))
 
 
 def make_store(max_rank: int = 8) -> AdapterStore:
-    return AdapterStore(parse_lora(2, max_rank, None, is_enabled=True), TARGETS)
+    return AdapterStore(LoraConfig(num_slots=2, max_running=2, max_rank=max_rank), TARGETS)
 
 
 def test_copies_live_as_long_as_their_adapters(tmp_path: Path) -> None:

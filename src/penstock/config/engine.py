@@ -7,13 +7,12 @@ text.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.arguments import argument
+from penstock.config.arguments import argument, check_types
 from penstock.config.cache import CacheConfig
 from penstock.config.expert_parallel import parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
@@ -176,7 +175,7 @@ class EngineArgs:
                 raise ConfigError(f"unknown engine argument {name!r}{did_you_mean(name, known)}")
         plain: dict[str, Any] = {k: str(value) if isinstance(value, Path) else value for k, value in kwargs.items()}
         args = cls(**plain)
-        _check_types(args)
+        check_types(args)
         return args
 
 
@@ -371,16 +370,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
         kv_events=_kv_events(args),
         is_prefix_aware=_is_prefix_aware(args),
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
-        lora=_lora(args, pooling),
+        lora=parse_lora(args, pools=pooling is not None) if args.enable_lora else None,
     )
-
-
-def _lora(args: EngineArgs, pooling: PoolingConfig | None) -> LoraConfig | None:
-    if args.enable_lora and pooling is not None:
-        raise ConfigError("enable_lora needs an engine that generates: this one pools (runner=pooling)")
-    if args.enable_lora and args.distributed_executor_backend == "ray":
-        raise ConfigError("enable_lora needs ranks on one host, which share the adapters' files: use mp or uniproc")
-    return parse_lora(args.max_loras, args.max_lora_rank, args.max_cpu_loras, is_enabled=args.enable_lora)
 
 
 def _parallel(args: EngineArgs, shapes: Sequence[ModelConfig]) -> ParallelConfig:
@@ -457,17 +448,6 @@ def _check_encoder(args: EngineArgs) -> None:
     for name in ("kv_cache_memory", "num_gpu_blocks_override"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name} cannot be used here: the model is an encoder, which has no KV cache")
-
-
-def _check_types(args: EngineArgs) -> None:
-    for name, hint in typing.get_type_hints(EngineArgs).items():
-        kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
-        value = getattr(args, name)
-        is_bool = isinstance(value, bool)
-        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int) and not is_bool)
-        if not fits or (is_bool and bool not in kinds):
-            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
 def _check(args: EngineArgs) -> None:

@@ -72,6 +72,7 @@ class AsyncLLM:
         self._adapters = AdapterStore(config.lora, ready[0].info.lora_targets)
         self._adapter_change = asyncio.Lock()
         self._cleaning: set[asyncio.Task[None]] = set()
+        self._is_closing = asyncio.Event()
         tokenizer = self._front_end.tokenizer
         self.replicas = tuple(
             Replica(core, each, tokenizer, observers(rank), self._on_restart)
@@ -355,7 +356,9 @@ class AsyncLLM:
                         continue
                 async with self._adapter_change:
                     self._adapters.remove(digest)
-            await asyncio.sleep(_CLEANING_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_closing.wait(), _CLEANING_SECONDS)
+                return
 
     async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Removes all cached prefixes; with `reset_connector` also the KV that the connector keeps elsewhere.
@@ -370,8 +373,7 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """Stops the engine cores; requests that still wait for tokens raise EngineDeadError. Idempotent."""
-        for task in self._cleaning:
-            task.cancel()
+        self._is_closing.set()
         await asyncio.gather(*(replica.shutdown() for replica in self.replicas))
         await self._grammars.shutdown()
         self._adapters.close()
