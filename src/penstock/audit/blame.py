@@ -57,12 +57,10 @@ async def find_blame(
         gaps = {each.name: await _gap(endpoint, each, so_far, token) for each in left}
         explained = [each for each in left if (found := gaps[each.name]) is not None and found <= margin]
         if not explained:
-            break
+            return Blame(None, f"none of {len(tried)} other prompts makes its first {position + 1} tokens probable")
         left, num_scored = explained, position + 1
         if len(left) == 1 and num_scored > 1:
             break
-    if not num_scored:
-        return Blame(None, f"none of {len(tried)} other prompts makes it probable")
     if len(left) > 1:
         return Blame(None, f"{len(left)} of {len(tried)} other prompts make its first {num_scored} tokens probable")
     return Blame(left[0].name, f"the server would emit the first {num_scored} of its tokens there")
