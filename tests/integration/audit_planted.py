@@ -2,7 +2,7 @@
 
 - foreign block: now and then a prefix hit takes another prompt's block;
 - stale block: the cache's index keeps a block after its eviction, so that a hit finds what is in it now;
-- lost rewind: rejected drafts stay counted as computed.
+- lost rewind: the keys and values of a rejected draft stay where those of the right token belong.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from penstock.core.block_pool import NULL_BLOCK
 from tests.integration.server_process import ServerProcess, serve
 from tests.simulation.patches import Patches, changes
-from tests.simulation.planted import BUGS
 
 _POOL = "core.block_pool:BlockPool"
 _VARIABLE = "AUDIT_PLANTED"
@@ -62,8 +62,22 @@ def stale_block() -> Patches:
 
 
 def lost_rewind() -> Patches:
-    (found,) = [each for each in BUGS if each.name == "rejected drafts stay counted as computed"]
-    return found.patches
+    last: dict[int, int] = {}
+
+    def slot_mapping(original: Callable[..., Any], table: Any, inputs: Any, block_size: int) -> Any:
+        slots = original(table, inputs, block_size)
+        steps = itertools.groupby(enumerate(inputs.rows.tolist()), key=lambda each: each[1])
+        for row, entries in steps:
+            places = [index for index, _ in entries]
+            positions = inputs.positions[places].tolist()
+            for place, position in zip(places, positions, strict=True):
+                # A position that the request's last step has written: it belonged to a rejected draft.
+                if len(places) <= 4 and last.get(row, 0) - 4 < position <= last.get(row, 0):
+                    slots[place] = NULL_BLOCK
+            last[row] = positions[-1]
+        return slots
+
+    return changes("kernels.prepare_inputs:slot_mapping", slot_mapping)
 
 
 FAULTS: dict[str, tuple[Callable[[], Patches], tuple[str, ...]]] = {

@@ -20,7 +20,7 @@ from aiohttp import web
 _WORDS = [f" {a}{b}" for a in "bcdfghjk" for b in ("am", "en", "ir", "ot", "us", "ax", "ey", "ov")]
 _MADE_UP = re.compile(r"\b[A-Z][a-z]{7}\b")
 _NUM_TOP = 20
-FAULTS = ("foreign", "foreign words", "stale", "lost rewind", "moved")
+FAULTS = ("foreign", "foreign words", "stale", "lost rewind", "always", "moved")
 
 
 def log_probabilities(context: str, copies: bool) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Stub:
             return beside + "".join(output)
         if self.fault == "stale" and self.seen.get(prompt, 0) > 1 and len(output) >= 2:
             return prompt[:40] + "an older block" + prompt[80:] + "".join(output)
-        if self.fault == "lost rewind" and beside is not None and len(output) >= 6:
+        if (self.fault == "always" or (self.fault == "lost rewind" and beside is not None)) and len(output) >= 6:
             return prompt + "".join(output[:6]) + " zz" + "".join(output[6:])
         return prompt + "".join(output)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.audit import blame
 from penstock.audit.answers import Answer
@@ -50,11 +50,12 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """One answer to be compared, and what was beside it."""
+    """One answer, the reference that it is compared with, which may be itself, and what was beside it."""
 
     planned: Planned
     ask: Ask
     answer: Answer
+    reference: Answer
     in_flight: tuple[str, ...]
 
 
@@ -134,6 +135,12 @@ class Audit:
             if self._num_failures_in_a_row >= _MAX_FAILURES_IN_A_ROW and not step.at_once:
                 await self._stop_if_dead(endpoint, row)
             ask = Ask(self._parts(prompt), planned.max_tokens, planned.is_streamed)
+            reference = self._references.get(prompt.name)
+            if planned.continues_at is not None:
+                ask, reference = self._continuation(ask, reference, planned.continues_at)
+                if reference is None:
+                    row.num_requests -= 1
+                    return None
             self._asked[prompt.name] = prompt
             answer = await endpoint.generate(ask)
         except _StoppedError:
@@ -153,8 +160,11 @@ class Audit:
             return None
         row.has_reused |= prompt.parent is None and bool(answer.num_cached_tokens)
         # Here and not when it is compared: the next request of the step may be its conversation's next turn.
-        self._references.setdefault(prompt.name, answer)
-        return _Observed(planned, ask, answer, in_flight)
+        reference = reference or self._references.setdefault(prompt.name, answer)
+        if planned.continues_at is not None and answer.num_prompt_tokens != reference.num_prompt_tokens:
+            row.note = "some texts are divided into other tokens as prompts, and were not compared"
+            return None
+        return _Observed(planned, ask, answer, reference, in_flight)
 
     async def _stop_if_dead(self, endpoint: Endpoint, row: Row) -> None:
         """Raises _StoppedError if the server is gone, or only fails."""
@@ -172,11 +182,30 @@ class Audit:
             raise PeerError("the turn before it has no answer")
         return (*self._parts(prompt.parent), self._references[prompt.parent.name].text, prompt.own)
 
+    def _continuation(self, ask: Ask, reference: Answer | None, share: float) -> tuple[Ask, Answer | None]:
+        """Returns the request for the rest of an answer after its first `share` of tokens, and that rest, None if it is
+        not known in tokens.
+        """
+        if reference is None or self._server.served.path == CHAT or len(reference.tokens) < 2:
+            return ask, None
+        count = max(1, int(len(reference.tokens) * share))
+        common = "".join(token.text for token in reference.tokens[:count])
+        if not reference.text.startswith(common):
+            return ask, None
+        ids = _prompt_ids(reference, count)
+        rest = replace(
+            reference,
+            text=reference.text[len(common) :],
+            tokens=reference.tokens[count:],
+            num_prompt_tokens=None if reference.num_prompt_tokens is None else reference.num_prompt_tokens + count,
+            prompt_ids=ids,
+        )
+        return Ask(texts_of(ask.parts, common), len(rest.tokens), prompt_ids=ids), rest
+
     # ---- Comparison ----
 
     async def _compare(self, observed: _Observed, endpoint: Endpoint, row: Row) -> None:
-        prompt, answer = observed.planned.prompt, observed.answer
-        reference = self._references[prompt.name]
+        answer, reference = observed.answer, observed.reference
         if reference is answer:
             if foreign := self._foreign_words(observed):
                 row.verdicts[Verdict.CORRUPTION] += 1
@@ -216,13 +245,11 @@ class Audit:
         if difference.position is None or not may_ask:
             return witnesses
         self._num_scored += 1
-        ask = Ask(texts_of(observed.ask.parts, difference.common), 1)
         count = None
         if reference.num_prompt_tokens is not None:
             count = reference.num_prompt_tokens + difference.position
-        if reference.prompt_ids:
-            ids = [token.token_id for token in reference.tokens[: difference.position]]
-            ask = Ask(ask.parts, 1, prompt_ids=(*reference.prompt_ids, *(each for each in ids if each is not None)))
+        ids = _prompt_ids(reference, difference.position)
+        ask = Ask(texts_of(observed.ask.parts, difference.common), 1, prompt_ids=ids)
         for name, each in ((_AGAIN, self._server), (_SECOND, endpoint)):
             if name == _AGAIN or each is not self._server:
                 try:
@@ -316,3 +343,9 @@ class Audit:
             return await find_blame(self._server, own_candidate, others, difference.common, tokens, self._margin)
         except PeerError as error:
             return Blame(None, f"the server failed when it was asked: {error}")
+
+
+def _prompt_ids(reference: Answer, num_tokens: int) -> tuple[int, ...]:
+    """The token ids of a prompt and of the first `num_tokens` of its answer; none if the server returns no ids."""
+    ids = [token.token_id for token in reference.tokens[:num_tokens] if token.token_id is not None]
+    return (*reference.prompt_ids, *ids) if reference.prompt_ids and len(ids) == num_tokens else ()

@@ -10,6 +10,8 @@ from penstock.audit.endpoint import CHAT, Ask, Endpoint, texts_of
 
 _MAX_CANDIDATES = 12
 _NUM_SCORED = 3
+# In nats: by chance another prompt makes a few tokens a little more probable, but hardly 20 times.
+_CLEARLY = 3.0
 MAX_REQUESTS = (_MAX_CANDIDATES + 1) * _NUM_SCORED
 
 
@@ -47,8 +49,9 @@ async def find_blame(
         }
         known = {name: score for name, score in scores.items() if score is not None}
         best = max(known, key=lambda name: known[name], default=None)
-        if best is None or best == own.name or known[best] - known.get(own.name, 0.0) <= margin:
-            return Blame(None, f"none of {len(tried)} other prompts makes it more probable")
+        is_probable = best is not None and known[best] > -_CLEARLY * len(wrong)
+        if best is None or not is_probable or known[best] - known.get(own.name, 0.0) < _CLEARLY:
+            return Blame(None, f"none of {len(tried)} other prompts makes it probable, and clearly more so")
         text = f"its log probability is {known[best]:.2f} there"
         return Blame(best, f"{text}, and {known[own.name]:.2f} under its own prompt" if own.name in known else text)
     left, num_scored = tried, 0

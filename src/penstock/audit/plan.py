@@ -12,6 +12,7 @@ _NUM_TURNS = 3
 _NUM_CONVERSATIONS = 2
 _NUM_LONG = 2
 _CUTS = tuple(number / 16 for number in range(2, 16))
+_SHARES = (0.3, 0.8)
 _DONOR_CUTS = (0.35, 0.6, 0.85)
 _MAX_FILLER_TOKENS = 1024
 _NOT_NEW = "prompts were cached before: another --seed makes new ones"
@@ -34,13 +35,15 @@ class Size:
 class Planned:
     """One request. The first answer to a prompt is its reference, the others are compared with it.
 
-    `is_kept` is False for requests that only prepare others: their answers are not compared.
+    `is_kept` is False for requests that only prepare others: their answers are not compared. With `continues_at`, a
+    share from 0 to 1, the prompt includes the beginning of the reference, and the rest is compared.
     """
 
     prompt: Prompt
     max_tokens: int
     is_streamed: bool = False
     is_kept: bool = True
+    continues_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class Planner:
             Case("alone", (alone,), note_if_reused=_NOT_NEW),
             Case("repeated", (alone,)),
             Case("streamed", (self._each(every, is_streamed=True),)),
+            Case("continued in the middle", self._continuations()),
             Case("in company", (self._each([*self.short, *self.long, *self.short], at_once=True),) * 2),
             Case("after pressure", (self._filler(), self._each(self.short, at_once=True)), note_if_reused=_NOT_EVICTED),
             Case("after a shared prefix", self._shared_prefixes()),
@@ -119,6 +123,13 @@ class Planner:
         for number in range(2, _NUM_TURNS + 1):
             turns.append(self._maker.turn(turns[-1], number, _LINES))
         return turns[1:]
+
+    def _continuations(self) -> tuple[Step, ...]:
+        """Prompts that include the beginning of an answer: what one step computed each, another computes at once."""
+        return tuple(
+            Step(tuple(Planned(each, self._size.max_tokens, continues_at=share) for each in (*self.short, *self.long)))
+            for share in _SHARES
+        )
 
     def _filler(self) -> Step:
         """Prompts that nothing else begins with, to take the place of what is cached."""
