@@ -43,12 +43,14 @@ ALLOWED = {
     "simulation": {"engine", "executor", "worker", "runner", "core", "kv_transfer", "config", "messages", "utils"},
     "server": {"frontend", "tokenizer", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
+    "audit": {"loadgen", "utils"},
     "router": {"messages", "metrics", "utils"},
     "cli": {
         "server",
         "router",
         "verify",
         "loadgen",
+        "audit",
         "simulation",
         "frontend",
         "tokenizer",
@@ -72,6 +74,7 @@ WITHOUT_TORCH = (
     "tokenizer",
     "server",
     "loadgen",
+    "audit",
     "router",
     "simulation",
 )

@@ -53,10 +53,15 @@ LOAD_FLAGS = {
     "--save-detailed", "--save-result", "--seed", "--sharegpt-output-len", "--temperature", "--tokenizer", "--top-k",
     "--top-p", "--trace-scale",
 }  # fmt: skip
+AUDIT_FLAGS = {
+    "--against", "--api-key", "--concurrency", "--json", "--long-tokens", "--margin", "--max-requests-per-second",
+    "--max-tokens", "--model", "--num-prompts", "--pause-for-restart", "--pressure-tokens", "--seed", "--timeout",
+}  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | SERVER_FLAGS | {"--data-parallel-policy", "--data-parallel-size"},
     "route": ROUTER_FLAGS,
     "bench serve": LOAD_FLAGS,
+    "audit": AUDIT_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--api-key", "--system", "--url"},
     "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick", "--soak"},

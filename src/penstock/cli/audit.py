@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import sys
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             at_most(100_000_000, low=0),
             16384,
             "N",
-            "sent to evict cached KV, five times (default: 16384)",
+            "sent to evict cached KV, six times (default: 16384)",
         ),
         ("--margin", positive_number, 0.5, "X", "log probabilities this close are rounding, in nats (default: 0.5)"),
     )
@@ -102,7 +101,9 @@ def seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Returns an exit code of `ExitCode`. Raises KeyboardInterrupt after it has reported what was found."""
     with interrupts_end_at_once():
-        # Imported here: the help text needs no HTTP client and no progress bar.
+        # Imported here: the help text needs no event loop, no HTTP client and no progress bar.
+        import asyncio
+
         from penstock.audit.report import ExitCode
 
         _check(args)
@@ -148,6 +149,7 @@ def _base_url(name: str, url: str) -> str:
 
 async def _audit(args: argparse.Namespace, reports: list[Report]) -> None:
     """Adds the report to `reports` before the first request, so that an interrupt finds it."""
+    import asyncio
     from contextlib import AsyncExitStack
 
     from tqdm import tqdm
