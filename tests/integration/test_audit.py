@@ -243,7 +243,11 @@ BROKEN: dict[str, tuple[Handler, str]] = {
         "not an answer of the OpenAI API",
     ),
     "deep JSON": (with_json("[" * 100_000), "not an answer of the OpenAI API"),
-    "an error with status 200": (with_json({"error": {"message": "out of memory"}}), "out of memory"),
+    "control characters": (with_json({"error": {"message": "\x1b[2Jnot\nso"}}), "[2Jnot so"),
+    "an error with status 200": (
+        with_json({"error": {"message": "out of memory"}}),
+        "the server reported: out of memory",
+    ),
 }
 
 
@@ -257,6 +261,7 @@ def test_broken_servers_end_with_a_clear_error(kind: str, tmp_path: Path, capsys
     assert message in shown.err
     assert shown.err.count("\n") == 1, "one line, and no traceback"
     assert len(shown.err) < 1000
+    assert "\x1b" not in shown.err
 
 
 def test_a_server_that_breaks_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,6 +304,7 @@ def test_a_server_that_breaks_later(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["http://127.0.0.1:0"], "must be an address"),
         (["http://127.0.0.1:99999"], "must be an address"),
         (["http://127.0.0.1:9/\0"], "must be an address"),
+        (["http://me:secret@127.0.0.1:9"], "pass a key with --api-key"),
         (["http://127.0.0.1:9", "--against", "x"], "--against must be an address"),
         (["http://127.0.0.1:9"], "is the server up?"),
         (["http://127.0.0.1:9", "--json", "/nowhere/report.json"], "--json /nowhere/report.json cannot be written"),
@@ -358,3 +364,39 @@ def test_prefill_and_decode_instances_against_one_engine(tmp_path: Path) -> None
     assert code == 0
     assert report["findings"] == []
     assert row(report, "the second server")["verdicts"]["equal"] == 14
+
+
+@pytest.mark.parametrize(
+    ("models", "usage"),
+    [
+        ({"data": [{"id": "stub", "max_model_len": 1e999}]}, 1),
+        ({"data": [{"id": "stub", "max_model_len": -5}]}, -7),
+        ({"data": [{"id": 3}]}, 10**12),
+    ],
+)
+def test_absurd_counts_change_nothing(models: Any, usage: int, tmp_path: Path) -> None:
+    stub = Stub(form="none")
+
+    async def listed(_: web.Request) -> web.Response:
+        return web.Response(text=json.dumps(models), content_type="application/json")
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        answer = await stub.answer(request)
+        if isinstance(answer, web.Response) and answer.text and answer.status == 200:
+            body = json.loads(answer.text)
+            body["usage"]["prompt_tokens"] = usage
+            return web.json_response(body)
+        return answer
+
+    stub.models = listed  # pyright: ignore[reportAttributeAccessIssue]
+    with StubServer(stub, counted) as url:
+        code, report = audit(url, tmp_path / "report.json", "--num-prompts", "1", "--model", "stub")
+    assert code == 0
+    assert totals(report)["equal"] > 10
+
+
+def test_empty_answers_are_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StubServer(Stub(), with_json({"choices": [{**TEXT, "text": ""}]})) as url:
+        code, _ = audit(url, tmp_path / "report.json")
+    assert code == 2
+    assert "the answer is empty" in capsys.readouterr().out

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from penstock.loadgen.stream import EventReader, error_message
+from penstock.utils.names import one_line
 
 _MAX_EVENT_BYTES = 4 << 20
+_ERROR_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,12 @@ class _Logprobs(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        return (self.reasoning_content or self.reasoning or "") + (self.content or "")
 
 
 class _Choice(msgspec.Struct):
@@ -95,7 +104,7 @@ class _Usage(msgspec.Struct):
 class _Response(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -149,8 +158,8 @@ class AnswerReader:
             response = msgspec.json.decode(body, type=_Response)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not an answer of the OpenAI API ({error}): {body[:80]!r}") from None
-        if response.error is not None and bytes(response.error) != b"null":
-            raise ValueError(f"the server reported: {error_message(msgspec.json.decode(response.error))[:300]}")
+        if response.error is not None:
+            raise ValueError(f"the server reported: {one_line(error_message(response.error)[:_ERROR_CHARS])}")
         self._usage = response.usage or self._usage
         self._prompt_ids = response.prompt_token_ids or self._prompt_ids
         if response.choices:
@@ -158,7 +167,7 @@ class AnswerReader:
 
     def _take_choice(self, choice: _Choice) -> None:
         message = choice.message or choice.delta
-        text = choice.text if message is None else message.content or ""
+        text = choice.text if message is None else message.text
         if text is None:
             raise ValueError("an answer of the OpenAI API has `text` or `message`, and this one has neither")
         self._has_begun = True

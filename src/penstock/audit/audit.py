@@ -112,7 +112,7 @@ class Audit:
                     await self._compare(each, endpoint, row)
         finally:
             row.seconds = self._clock.now() - started
-            if row.has_reused:
+            if row.has_reused and case.note_if_reused:
                 row.note = case.note_if_reused
             self._hooks.on_row(row)
 
@@ -143,6 +143,8 @@ class Audit:
                     return None
             self._asked[prompt.name] = prompt
             answer = await endpoint.generate(ask)
+            if planned.is_kept and reference is None and not answer.text:
+                raise PeerError("the answer is empty: there is nothing to compare")
         except _StoppedError:
             raise
         except PeerError as error:

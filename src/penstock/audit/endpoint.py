@@ -20,6 +20,8 @@ _WITHOUT_OPTION = (400, 422, 500, 501)
 _WITHOUT_PATH = (404, 405, 501)
 _REFUSED = (401, 403)
 _NUM_TOP = (20, 5, 1)
+# Characters per token of any tokenizer; a server may count wrongly.
+_FEWEST, _MOST = 0.5, 8.0
 # Defaults of a checkpoint's generation_config.json must not change the tokens, and ids make tokens unambiguous.
 _EXTRAS = {"repetition_penalty": 1.0, "return_token_ids": True}
 
@@ -206,7 +208,7 @@ class Endpoint:
             self.served,
             num_top=min(self.served.num_top, max(tops)) if tops else 0,
             has_ids=has_ids and bool(tops),
-            characters_per_token=len(text) / answer.num_prompt_tokens if answer.num_prompt_tokens else 2.0,
+            characters_per_token=min(max(len(text) / (answer.num_prompt_tokens or len(text)), _FEWEST), _MOST),
         )
 
     async def _find_echo(self) -> None:

@@ -15,6 +15,7 @@ from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_end_at_once
+from penstock.utils.names import one_line
 
 if TYPE_CHECKING:
     from penstock.audit.endpoint import Endpoint
@@ -140,8 +141,11 @@ def _base_url(name: str, url: str) -> str:
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        has_user = parts.username is not None
     except ValueError:
-        is_valid = False
+        is_valid = has_user = False
+    if has_user:
+        raise ConfigError(f"{name} must have no user and password: pass a key with --api-key")
     if not is_valid or len(url) > _LONGEST_URL or not url.isprintable() or parts.query or parts.fragment:
         raise ConfigError(f"{name} must be an address such as http://127.0.0.1:8000, got {url[:80]!r}")
     return url.rstrip("/").removesuffix("/v1")
@@ -210,7 +214,7 @@ def _announce(found: list[Endpoint], planner: Planner, cases: list[Case]) -> Non
     from penstock.audit.audit import MAX_EXTRA_REQUESTS
 
     for each in found:
-        announce(f"{each.url}: {each.served.model} at {each.served.describe()}")
+        announce(f"{each.url}: {one_line(str(each.served.model))} at {each.served.describe()}")
         if not each.served.num_top:
             announce(
                 "  It reports no log probabilities: rounding and corruption cannot be told apart, except by words of\n"

@@ -19,6 +19,7 @@ from penstock.loadgen.runner import wait_until
 from penstock.loadgen.stream import Outcome, ResponseStream, error_message, take_vector
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, PeerError, PenstockError
+from penstock.utils.names import one_line
 
 _REQUEST_TIMEOUT = 6 * 3600.0
 _LOOKUP_TIMEOUT = 60.0
@@ -72,7 +73,7 @@ class Server:
                 if self._clock.now() >= deadline:
                     raise ConfigError(f"{error} (is the server up? is --base-url right?)") from None
                 await wait_until(asyncio.get_running_loop().time() + _RETRY_EVERY)
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
             for model in models:
                 if name in (None, model["id"]):
                     limit = model.get("max_model_len")
@@ -250,11 +251,12 @@ def _allow_open_files(number: int) -> None:
 
 async def _http_error(response: aiohttp.ClientResponse) -> str:
     if target := response.headers.get("Location"):
-        return f"HTTP {response.status}: a redirect to {target[:_ERROR_CHARS]}: pass the address that it leads to"
+        shown = one_line(target[:_ERROR_CHARS])
+        return f"HTTP {response.status}: a redirect to {shown}: pass the address that it leads to"
     data = b""
     while len(data) < _MAX_ERROR_BYTES and (part := await response.content.read(_MAX_ERROR_BYTES - len(data))):
         data += part
     text = data.decode(errors="replace")
     with contextlib.suppress(ValueError, RecursionError):
         text = error_message(json.loads(text))
-    return f"HTTP {response.status}: {text[:_ERROR_CHARS].strip() or response.reason}"
+    return f"HTTP {response.status}: {one_line(text[:_ERROR_CHARS]) or response.reason}"
