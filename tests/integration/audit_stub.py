@@ -39,13 +39,15 @@ def log_probabilities(context: str, copies: bool) -> dict[str, float]:
 @dataclass
 class Stub:
     """`fault` is one of FAULTS, or empty; `noise` changes each log probability at random by up to so much; with
-    `draws_ties` tokens within 0.01 of the best are drawn. `form` is that of the log probabilities: lists, llama (which
-    needs n_probs), chat (no completions) or none. `dies_after` is a number of requests.
+    `draws_ties` tokens within 0.01 of the best are drawn, with `samples` now and then any token. `form` is that of the
+    log probabilities: lists, llama (which needs n_probs), chat (no completions) or none. `dies_after` is a number of
+    requests.
     """
 
     fault: str = ""
     noise: float = 0.0
     draws_ties: bool = False
+    samples: bool = False
     form: str = "lists"
     has_echo: bool = False
     dies_after: int = 1 << 60
@@ -78,7 +80,7 @@ class Stub:
             top = {text: value + self.rng.uniform(-self.noise, self.noise) for text, value in top.items()}
             best = max(top.values())
             close = [text for text, value in top.items() if value == best or (self.draws_ties and best - value < 0.01)]
-            token = self.rng.choice(close)
+            token = self.rng.choice(list(top) if self.samples and self.rng.random() < 0.1 else close)
             if self.fault == "moved" and beside is not None and len(found) == 5:
                 top[token] -= 2
             found.append((token, dict(list(top.items())[: self.num_top]) | {token: top[token]}))

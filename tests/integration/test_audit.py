@@ -130,6 +130,19 @@ def test_rounding_is_no_corruption(kind: str, tmp_path: Path, capsys: pytest.Cap
     assert max(each["largest"] for each in report["rows"]) == pytest.approx(max(sizes), abs=0.1)
 
 
+def test_a_server_that_samples_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its choices prove nothing, and contradicting log probabilities still do."""
+    with StubServer(Stub(samples=True)) as url:
+        code, report = audit(url, tmp_path / "report.json")
+    assert (code, totals(report)["corruption"]) == (2, 0)
+    assert totals(report)["unclear"] > 20
+    assert "choices prove nothing" in capsys.readouterr().out
+    with StubServer(Stub("foreign", samples=True)) as url:
+        code, report = audit(url, tmp_path / "report.json")
+    assert code == 1
+    assert {each["case"] for each in corrupt(report)}.isdisjoint({"repeated", "streamed"})
+
+
 def test_a_margin_below_the_rounding_calls_it_corruption(tmp_path: Path) -> None:
     with StubServer(Stub(noise=0.05)) as url:
         code, _ = audit(url, tmp_path / "report.json", "--margin", "0.001")

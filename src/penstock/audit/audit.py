@@ -15,6 +15,7 @@ from penstock.audit.compare import (
     Top,
     Verdict,
     drift,
+    emits_most_probable,
     first_difference,
     foreign_words,
     gap,
@@ -34,6 +35,7 @@ MAX_EXTRA_REQUESTS = 4 * _MAX_SCORED + _MAX_BLAMED * blame.MAX_REQUESTS
 _MAX_FAILURES_IN_A_ROW = 5
 _MAX_FAILURES_SHOWN = 3
 REFERENCE, THIS = "the reference", "this answer"
+_NOT_GREEDY = "tokens are not the most probable ones: the server has a penalty or samples; choices prove nothing"
 _AGAIN, _SECOND = "scored again", "scored by the second server"
 
 
@@ -86,6 +88,7 @@ class Audit:
         self._hooks = hooks
         self._references: dict[str, Answer] = {}
         self._asked: dict[str, Prompt] = {}
+        self._is_greedy = True
         self._num_failures_in_a_row = 0
         self._num_scored = self._num_blamed = 0
 
@@ -112,7 +115,10 @@ class Audit:
                     await self._compare(each, endpoint, row)
         finally:
             row.seconds = self._clock.now() - started
-            if row.has_reused and case.note_if_reused:
+            if row is self.report.rows[0] and not emits_most_probable(self._references.values(), self._margin):
+                self._is_greedy = False
+                row.note = _NOT_GREEDY
+            elif row.has_reused and case.note_if_reused:
                 row.note = case.note_if_reused
             self._hooks.on_row(row)
 
@@ -220,11 +226,11 @@ class Audit:
             row.verdicts[Verdict.EQUAL] += 1
             return
         witnesses = await self._witnesses(difference, reference, observed, endpoint)
-        judgement = judge(difference, witnesses.values(), self._margin)
+        judgement = judge(difference, witnesses.values(), self._margin, is_greedy=self._is_greedy)
         foreign = self._foreign_words(observed)
         if foreign:
             judgement = Judgement(Verdict.CORRUPTION, judgement.size)
-        elif judgement.verdict is Verdict.UNCLEAR:
+        elif judgement.verdict is Verdict.UNCLEAR and self._is_greedy:
             judgement = await self._judge_by_echo(difference, observed, judgement)
         row.verdicts[judgement.verdict] += 1
         if judgement.verdict is Verdict.ROUNDING:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.audit.answers import Answer, Token
 
 Top = Mapping[str, float]
+_MAX_IMPROBABLE = 0.01
 
 
 class Verdict(enum.StrEnum):
@@ -76,8 +77,12 @@ def drift(reference: Answer, observed: Answer) -> float:
     return largest
 
 
-def judge(difference: Difference, witnesses: Iterable[Top], margin: float) -> Judgement:
-    """Decides what explains a difference, from the log probabilities of every witness at its position."""
+def judge(difference: Difference, witnesses: Iterable[Top], margin: float, *, is_greedy: bool = True) -> Judgement:
+    """Decides what explains a difference, from the log probabilities of every witness at its position.
+
+    If the server does not emit the most probable tokens (`is_greedy` False), the choice of a token proves nothing: then
+    only witnesses that contradict each other are corruption, and all else is unclear.
+    """
     expected, observed = difference.expected, difference.observed
     if expected is not None and observed is not None and expected.is_same(observed):
         return Judgement(Verdict.CORRUPTION, _moved(expected, observed))
@@ -86,13 +91,25 @@ def judge(difference: Difference, witnesses: Iterable[Top], margin: float) -> Ju
         # Two tokens of the same text, such as pieces of a character, or nothing is known of both.
         return Judgement(Verdict.UNCLEAR)
     ranges = [_apart(top, names[0], names[1]) for top in witnesses if top]
-    least = max((low for low, _ in ranges), default=0.0)
-    known = [high for _, high in ranges if math.isfinite(high)]
+    if not is_greedy:
+        apart = max((low for low, _ in ranges), default=0.0) - min((high for _, high in ranges), default=0.0)
+        return Judgement(Verdict.CORRUPTION, apart) if apart > margin else Judgement(Verdict.UNCLEAR)
+    least = max((max(0.0, low, -high) for low, high in ranges), default=0.0)
+    known = [max(-low, high) for low, high in ranges if math.isfinite(low) and math.isfinite(high)]
     if least > margin:
         return Judgement(Verdict.CORRUPTION, max([least, *known]))
     if known:
         return Judgement(Verdict.ROUNDING, max(known))
     return Judgement(Verdict.UNCLEAR, least or None)
+
+
+def emits_most_probable(answers: Iterable[Answer], margin: float) -> bool:
+    """Returns whether answers have the most probable tokens, but for a few; otherwise the server penalizes or samples.
+
+    A token within `margin` of the most probable one counts as that.
+    """
+    found = [gap(token.top, token.text) > margin for answer in answers for token in answer.tokens if token.top]
+    return sum(found) <= _MAX_IMPROBABLE * len(found)
 
 
 def gap(top: Top, name: str | None) -> float:
@@ -115,11 +132,11 @@ def _moved(one: Token, other: Token) -> float:
 
 
 def _apart(top: Top, one: str | None, other: str | None) -> tuple[float, float]:
-    """Returns the least and the greatest distance between the log probabilities of two tokens, of which one may be
+    """Returns the least and the greatest difference between the log probabilities of two tokens, of which one may be
     the end of the output (None), whose name is unknown.
     """
     (low, high), (other_low, other_high) = _bounds(top, one, other), _bounds(top, other, one)
-    return max(0.0, low - other_high, other_low - high), max(high - other_low, other_high - low)
+    return low - other_high, high - other_low
 
 
 def _bounds(top: Top, name: str | None, rival: str | None) -> tuple[float, float]:

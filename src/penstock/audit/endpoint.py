@@ -19,11 +19,14 @@ _MAX_ANSWER_BYTES = 16 << 20
 _WITHOUT_OPTION = (400, 422, 500, 501)
 _WITHOUT_PATH = (404, 405, 501)
 _REFUSED = (401, 403)
-_NUM_TOP = (20, 5, 1)
+_NUM_TOP = (20, 5, 1, 0)
 # Characters per token of any tokenizer; a server may count wrongly.
 _FEWEST, _MOST = 0.5, 8.0
-# Defaults of a checkpoint's generation_config.json must not change the tokens, and ids make tokens unambiguous.
-_EXTRAS = {"repetition_penalty": 1.0, "return_token_ids": True}
+# A server's or a checkpoint's default penalties must not change the tokens, and ids make tokens unambiguous. Servers
+# that refuse fields which they do not know get fewer of them.
+_NO_PENALTY = {"repetition_penalty": 1.0}
+_IDS = {"return_token_ids": True}
+_EXTRAS = ({**_NO_PENALTY, **_IDS, "repeat_penalty": 1.0}, {**_NO_PENALTY, **_IDS}, _NO_PENALTY, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class Endpoint:
     async def _find_options(self, path: str, text: str) -> bool:
         """Finds the most informative request that the server accepts. Returns whether it serves the path at all."""
         refusal: PeerError | None = None
-        for num_top, extras in ((_NUM_TOP[0], _EXTRAS), *((each, {}) for each in _NUM_TOP), (0, _EXTRAS), (0, {})):
+        for num_top, extras in ((number, fields) for number in _NUM_TOP for fields in _EXTRAS):
             self.served = replace(self.served, path=path, num_top=num_top, extras=extras)
             try:
                 answer = await self.generate(Ask((text,), 4))
