@@ -71,7 +71,7 @@ class Server:
                 break
             except ConfigError as error:
                 if self._clock.now() >= deadline:
-                    raise ConfigError(f"{error} (is the server up? is --base-url right?)") from None
+                    raise ConfigError(f"{error} (is the server up? is its address right?)") from None
                 await wait_until(asyncio.get_running_loop().time() + _RETRY_EVERY)
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
             for model in models:
