@@ -211,6 +211,10 @@ async def redirect(request: web.Request) -> web.StreamResponse:
     raise web.HTTPMovedPermanently("http://example.invalid/v1/completions")
 
 
+async def missing(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "the model x does not exist"}}, status=404)
+
+
 async def endless(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(request)
@@ -238,6 +242,7 @@ def with_json(body: Any) -> Handler:
 TEXT = {"index": 0, "text": "a b", "finish_reason": "length"}
 BROKEN: dict[str, tuple[Handler, str]] = {
     "HTML": (html, "not an answer of the OpenAI API"),
+    "another model": (missing, "the model x does not exist"),
     "redirect": (redirect, "a redirect to http://example.invalid"),
     "endless body": (endless, "larger than 16 MiB"),
     "silence": (silent, "no complete answer within"),
@@ -250,6 +255,10 @@ BROKEN: dict[str, tuple[Handler, str]] = {
     "lists of different lengths": (
         with_json({"choices": [{**TEXT, "logprobs": {"tokens": ["a", "b"], "token_logprobs": [0.0]}}]}),
         "different lengths",
+    ),
+    "probabilities above 1": (
+        with_json({"choices": [{**TEXT, "logprobs": {"tokens": ["a"], "token_logprobs": [1e300]}}]}),
+        "above 0",
     ),
     "numbers that are none": (
         with_json('{"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [NaN]}}]}'),

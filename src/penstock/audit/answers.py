@@ -17,6 +17,8 @@ from penstock.utils.names import one_line
 
 _MAX_EVENT_BYTES = 4 << 20
 _ERROR_CHARS = 300
+# Rounding may make a log probability a little larger than 0.
+_MOST = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,4 +198,6 @@ def _token(text: str, logprob: float | None, top: Mapping[str, float | None], to
     known = {name: value for name, value in top.items() if value is not None}
     if logprob is not None:
         known[text] = logprob
+    if max(known.values(), default=0.0) > _MOST:
+        raise ValueError(f"a log probability is above 0: {max(known.values())}")
     return Token(text, known, token_id)

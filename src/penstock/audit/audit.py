@@ -216,9 +216,9 @@ class Audit:
         answer, reference = observed.answer, observed.reference
         if reference is answer:
             if foreign := self._foreign_words(observed):
-                row.verdicts[Verdict.CORRUPTION] += 1
                 found = _Compared(Judgement(Verdict.CORRUPTION), None, {}, answer, foreign)
                 self.report.findings.append(await self._finding(observed, row, endpoint, found))
+                row.verdicts[Verdict.CORRUPTION] += 1
             return
         row.largest = max(row.largest, min(drift(reference, answer), self._margin))
         difference = first_difference(reference, answer, self._margin)
@@ -232,11 +232,11 @@ class Audit:
             judgement = Judgement(Verdict.CORRUPTION, judgement.size)
         elif judgement.verdict is Verdict.UNCLEAR and self._is_greedy:
             judgement = await self._judge_by_echo(difference, observed, judgement)
-        row.verdicts[judgement.verdict] += 1
         if judgement.verdict is Verdict.ROUNDING:
             row.largest = max(row.largest, judgement.size or 0.0)
         found = _Compared(judgement, difference, witnesses, reference, foreign)
         self.report.findings.append(await self._finding(observed, row, endpoint, found))
+        row.verdicts[judgement.verdict] += 1
 
     async def _witnesses(
         self, difference: Difference, reference: Answer, observed: _Observed, endpoint: Endpoint

@@ -91,11 +91,10 @@ class Endpoint:
         """
         found = await server.find_model(model)
         endpoint = cls(server, url, Served(found.name, found.max_model_len), limits, seed)
-        for path in (COMPLETIONS, CHAT):
-            if await endpoint._find_options(path, text):
-                await endpoint._find_echo()
-                return endpoint
-        raise ConfigError(f"{url} serves neither {COMPLETIONS} nor {CHAT}: is its path right?")
+        if not await endpoint._find_options(COMPLETIONS, text):
+            await endpoint._find_options(CHAT, text)
+        await endpoint._find_echo()
+        return endpoint
 
     async def generate(self, ask: Ask) -> Answer:
         """Raises PeerError, StatusError if the server refused the request."""
@@ -165,7 +164,9 @@ class Endpoint:
     # ---- What the server serves ----
 
     async def _find_options(self, path: str, text: str) -> bool:
-        """Finds the most informative request that the server accepts. Returns whether it serves the path at all."""
+        """Finds the most informative request that the server accepts. Returns whether it serves completions; raises
+        ConfigError if it does not serve chats.
+        """
         refusal: PeerError | None = None
         for num_top, extras in ((number, fields) for number in _NUM_TOP for fields in _EXTRAS):
             self.served = replace(self.served, path=path, num_top=num_top, extras=extras)
