@@ -308,6 +308,8 @@ def test_the_server(demo_adapter: Path, tmp_path: Path) -> None:
         assert text("second") == first
         chat = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         assert call(server.url, "POST", "/v1/chat/completions", chat).json()["model"] == "second"
+        scrape = call(server.url, "GET", "/metrics").body.decode()
+        assert 'max_lora="8",model_name="demo",running_lora_adapters="",waiting_lora_adapters=""' in scrape
         assert change("unload", lora_name="second", lora_int_id=2)[0] == 200
         assert text("second")[0] == 404
         for name, path, words in (

@@ -178,6 +178,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         weights=_weight_formats(config),
         num_weights=sum(each.num_weights for each in facts),
         weight_bytes=sum(each.weight_bytes for each in facts),
+        max_loras=0 if config.lora is None else config.lora.max_running,
         lora_targets={name: target for each in facts for name, target in each.lora_targets.items()},
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)

@@ -197,6 +197,7 @@ class Replica:
                     n=request.params.n,
                     max_tokens=request.params.max_tokens,
                     trace=trace,
+                    adapter=None if child.adapter is None else child.adapter.name,
                 )
             )
             core.add_request(replace(child, dp_rank=self._dp_rank) if self._dp_rank else child)
