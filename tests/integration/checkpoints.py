@@ -88,6 +88,23 @@ GRANITE4 = {
     "logits_scaling": 3.0,
     "tie_word_embeddings": True,
 }
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "num_hidden_layers": 5,
+    # More features than the hidden state's, and groups that three ranks cannot divide.
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    # transformers limits the time step from below in whole prompts, but not while it generates.
+    "time_step_min": 1e-9,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "moe_intermediate_size": 56,
+    "moe_shared_expert_intermediate_size": 72,
+    "routed_scaling_factor": 2.5,
+}
 DELTA_EXPERTS = {
     "num_experts": 10,
     "num_experts_per_tok": 3,
@@ -191,6 +208,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**GQA, **GRANITE4, "mamba_n_groups": 1, "mamba_conv_bias": False, "position_embedding_type": "rope"},
     ),
+    "nemotron-h": ("nemotron_h", {**GQA, **NEMOTRON}),
     # Its second layer has no rotation.
     "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "smollm3-window": (

@@ -60,11 +60,12 @@ FAMILIES = (
     "lfm2-moe",
     "granite4",
     "granite4-moe",
+    "nemotron-h",
 )
 # Those with recurrent layers: both engines must have the same block size.
-HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4", "granite4-moe")
+HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4", "granite4-moe", "nemotron-h")
 # Families whose layers are those of others, combined otherwise: `make test-all` runs the whole grids of them.
-VARIANTS = ("gemma4-moe", "qwen3.5-moe", "qwen3-next", "lfm2-moe", "granite4-moe")
+VARIANTS = ("gemma4-moe", "qwen3.5-moe", "qwen3-next", "lfm2-moe", "granite4-moe", "nemotron-h")
 NUM_EXPERTS = {
     "qwen3-moe": 9,
     "mixtral": 5,
@@ -76,6 +77,7 @@ NUM_EXPERTS = {
     "qwen3.5-moe": 10,
     "lfm2-moe": 7,
     "granite4-moe": 6,
+    "nemotron-h": 8,
 }
 # Those with a module for multi-token prediction.
 WITH_MODULE = ("deepseek-v3", "glm-flash", "qwen3.5", "qwen3.5-moe")
@@ -164,6 +166,9 @@ ALWAYS = {
     ("qwen3.5", "a tier"),
     ("qwen3.5", "ranks and stages"),
     ("granite4", "three ranks, drafts"),
+    ("nemotron-h", "preemption"),
+    ("nemotron-h", "ranks of stages"),
+    ("nemotron-h", "a tier"),
 }
 Answer = tuple[list[int], list[dict[int, float]]]
 

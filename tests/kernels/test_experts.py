@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.config.experts import CLAMPED, SILU
-from penstock.config.families import GELU_TANH
+from penstock.config.families import GELU_TANH, SQUARED_RELU
 from penstock.kernels import native
 from penstock.kernels.experts import (
     ACTIVATIONS,
@@ -78,12 +78,13 @@ class Layer:
         self.linears: list[tuple[PackedLinear, PackedLinear]] = []
         self.dense: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.activate = ACTIVATIONS[activation]
+        rows = shape.gate_up_features
         for slot in range(NUM_SLOTS):
-            gate_up = values(2 * own, case.hidden, dtype=dtype, seed=10 + slot, scale=2 * case.hidden**-0.5)
+            gate_up = values(rows, case.hidden, dtype=dtype, seed=10 + slot, scale=2 * case.hidden**-0.5)
             down = values(case.outputs, case.inner, dtype=dtype, seed=20 + slot, scale=case.inner**-0.5)
             biases = None
             if has_biases:
-                sizes = (2 * own, case.outputs)
+                sizes = (rows, case.outputs)
                 biases = Biases(*(values(size, dtype=dtype, seed=30 + slot + size) for size in sizes))
             self.experts.store(slot, gate_up, down, biases)
             self.dense.append((gate_up, down))
@@ -264,9 +265,25 @@ def test_gelu_as_activation(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("case", "distribution"), grid(CASES, ("one", "some", "many"), strength=1))
+def test_experts_without_a_gate(isa: str, dtype: torch.dtype, case: Case, distribution: str) -> None:
+    """A squared ReLU has the same bits in every set of instructions."""
+    layer, ids = Layer(isa, dtype, case, case is CASES[1], SQUARED_RELU), pairs_of(distribution)
+    x = values(len(ids), case.hidden, dtype=dtype, seed=1)
+    groups = layer.experts.group(ids, identity())
+    activated = layer.experts.gate_up(x, groups)
+    assert activated.shape == (len(ids), len(case.own))
+    assert torch.equal(activated, layer.expected_gate_up(x, groups))
+    inputs = values(len(ids), case.inner, dtype=dtype, seed=2)
+    assert torch.equal(layer.experts.down(inputs, groups), layer.expected_down(inputs, groups))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_weights_come_back(isa: str, dtype: torch.dtype, case: Case) -> None:
-    layer = Layer(isa, dtype, case)
+@pytest.mark.parametrize("activation", [SILU, SQUARED_RELU])
+def test_weights_come_back(isa: str, dtype: torch.dtype, case: Case, activation: str) -> None:
+    layer = Layer(isa, dtype, case, activation=activation)
     for slot, dense in enumerate(layer.dense):
         for stored, weight in zip(layer.experts.weights(slot), dense, strict=True):
             assert torch.equal(stored.dense_weight(), weight)

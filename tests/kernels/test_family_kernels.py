@@ -1,4 +1,6 @@
-"""Kernels of some families of decoders: gated GELU, soft caps, norms that are rounded once, and those of Gemma 4."""
+"""Kernels of some families of decoders: GELU and squared ReLU, soft caps, norms that are rounded once, and those of
+Gemma 4.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ import torch.nn.functional as F
 
 from penstock.kernels import native
 from penstock.kernels.gelu import gelu_and_mul, gelu_times
+from penstock.kernels.relu import squared_relu
 from penstock.kernels.residual import add, scale
 from penstock.kernels.rms_norm import add_rms_norm, rms_norm
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 from penstock.kernels.soft_cap import soft_cap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MODULES = ("gelu", "residual", "rms_norm", "rope_and_store_kv", "soft_cap")
+MODULES = ("gelu", "relu", "residual", "rms_norm", "rope_and_store_kv", "soft_cap")
 EPS = 1e-6
 
 
@@ -68,6 +71,17 @@ def test_the_stream_is_added_to_and_scaled_in_place(dtype: torch.dtype, width: i
     factor = float(torch.tensor(0.8125, dtype=dtype))
     scale(residual, factor)
     assert torch.equal(residual, expected * factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 8, 100, 1024])
+def test_squared_relu(dtype: torch.dtype, width: int) -> None:
+    x = (3 * torch.randn(5, width)).to(dtype)
+    x[2, 0], x[3, 0], x[4, 0] = -torch.inf, -0.0, torch.nan
+    expected = x.float().relu().square().to(dtype)
+    assert torch.equal(squared_relu(x)[:4], expected[:4])
+    assert x[4, 0].isnan()
+    assert torch.equal(x[4, 1:], expected[4, 1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

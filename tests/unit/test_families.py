@@ -267,6 +267,24 @@ def test_the_fields_of_granite_4() -> None:
     assert sizes == (64, 176, 136)
 
 
+def test_the_fields_of_nemotron_h() -> None:
+    fields = {"mamba_num_heads": 12, "mamba_head_dim": 80, "n_groups": 4, "num_hidden_layers": 9}
+    config = parse("nemotron_h", **fields, hybrid_override_pattern="MEM*-M", attention_head_dim=96, conv_kernel=3)
+    assert (config.num_hidden_layers, config.head_dim, config.rms_norm_eps) == (6, 96, 1e-5)
+    assert config.recurrent_layers == (0, 2, 5)
+    assert config.feed_forward_layers == (1, 4)
+    assert config.unrotated_layers == tuple(range(6))
+    assert config.mamba == MambaSizes(heads=12, group=3, size=80, keys=128, taps=3)
+    assert config.experts is not None
+    assert config.experts.sparse_layers == (False, True, False, False, False, False)
+    kinds = ["mamba", "mlp", "attention", "mamba"]
+    dense = parse("nemotron_h", **fields, layers_block_type=kinds, hybrid_override_pattern="M", layer_norm_epsilon=1e-3)
+    assert dense.experts is None
+    assert dense.rms_norm_eps == 1e-3
+    assert (dense.recurrent_layers, dense.feed_forward_layers) == ((0, 3), (1,))
+    assert parse("nemotron_h", **fields, layer_types=["full_attention", "moe"]).feed_forward_layers == (1,)
+
+
 def test_an_encoder_s_epsilon() -> None:
     assert parse("modernbert", layer_norm_eps=1e-12, norm_eps=1e-6).rms_norm_eps == 1e-6
     assert parse("cohere2", layer_norm_eps=1e-4).rms_norm_eps == 1e-4
@@ -295,6 +313,18 @@ def test_an_encoder_s_epsilon() -> None:
         ("granitemoehybrid", {**GRANITE4, "time_step_limit": [0.1, 1.0]}, "time_step_limit of a .* got .0.1, 1.0"),
         ("granitemoehybrid", {**GRANITE4, "mamba_n_heads": 7}, "mamba_n_heads .7. times mamba_d_head .27. is not"),
         ("granitemoehybrid", {**GRANITE4, "mamba_n_groups": 5}, "mamba_n_heads .12. is not a multiple of .* .5."),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern of a .* may name M, .*, got 'X'"),
+        ("nemotron_h", {"layers_block_type": ["mamba", ["mlp"]]}, "layers_block_type of a .* got .'mlp'."),
+        ("nemotron_h", {"layers_block_type": []}, "layers_block_type must name the kinds of all layers, got .."),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": 5},
+            "hybrid_override_pattern must name the kinds of all layers, got 5",
+        ),
+        ("nemotron_h", {}, "lacks the field 'hybrid_override_pattern'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M", "n_groups": 5}, "mamba_num_heads .128. is not a multiple"),
+        ("nemotron_h", {"moe_latent_size": 64}, "moe_latent_size of a nemotron_h must be None, got 64"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act of a nemotron_h must be relu2, got 'silu'"),
         ("lfm2_moe", {"conv_bias": True}, "conv_bias of a lfm2_moe must be False, got True"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 8"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),

@@ -1,6 +1,6 @@
 """The fields of a mixture of experts, read from `config.json`.
 
-A sparse layer's router chooses `top_k` of `num_experts` experts for every token, each a gated MLP. Only this module
+A sparse layer's router chooses `top_k` of `num_experts` experts for every token, each an MLP. Only this module
 knows which model types have experts, and how their fields are named.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.config.families import read_activation
 from penstock.config.fields import read_count
+from penstock.config.nemotron import EXPERTS
 from penstock.utils.errors import ConfigError
 
 SOFTMAX, SIGMOID, TOP_K_SOFTMAX = "softmax", "sigmoid", "top_k_softmax"
@@ -175,6 +176,27 @@ def _read_deepseek(raw: Mapping[str, Any]) -> ExpertsConfig:
     )
 
 
+def _read_nemotron(raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    sparse_layers = tuple(kind == EXPERTS for kind in raw["layer_types"])
+    if not any(sparse_layers):
+        return None
+    return ExpertsConfig(
+        num_experts=read_count(raw, "n_routed_experts"),
+        top_k=read_count(raw, "num_experts_per_tok"),
+        intermediate_size=read_count(raw, "moe_intermediate_size"),
+        sparse_layers=sparse_layers,
+        scores=SIGMOID,
+        renormalizes=bool(raw.get("norm_topk_prob", True)),
+        num_groups=read_count(raw, "n_group", 1),
+        top_groups=read_count(raw, "topk_group", 1),
+        group_score=TWO_BEST,
+        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        has_correction_bias=True,
+        shared_intermediate_size=read_count(raw, "moe_shared_expert_intermediate_size"),
+        activation=read_activation(raw),
+    )
+
+
 def _deepseek_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     """Returns which layers are sparse, from `mlp_layer_types` if given, else from the first one and every how many."""
     num_layers = read_count(raw, "num_hidden_layers")
@@ -201,6 +223,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], ExpertsConfig | None]] = {
     "gpt_oss": _read_gpt_oss,
     "granitemoehybrid": _read_granite,
     "lfm2_moe": _read_lfm2,
+    "nemotron_h": _read_nemotron,
 }
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from penstock.config.fields import read_count
 from penstock.config.layer_heads import GEMMA4
+from penstock.config.nemotron import NEMOTRON, nemotron_fields
 from penstock.config.recurrent import LINEAR, recurrent_kind, recurrent_layer_types
 from penstock.config.rope import FULL, PROPORTIONAL, SLIDING, smollm3_unrotated
 from penstock.utils.errors import ConfigError
 
-SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
+SILU, GELU, GELU_TANH, SQUARED_RELU = "silu", "gelu", "gelu_tanh", "squared_relu"
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu": GELU, "gelu_new": GELU_TANH, "gelu_pytorch_tanh": GELU_TANH}
 _GEMMA: dict[str, Any] = {
     "head_dim": 256,
@@ -111,6 +112,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "global_rope_theta": 160000.0,
         "local_rope_theta": 10000.0,
     },
+    "nemotron_h": {
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 21504,
+        "layer_norm_epsilon": 1e-5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+    },
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
     "phi3": {"rms_norm_eps": 1e-5},
@@ -146,6 +158,7 @@ _WRAPPERS = (
 )
 # Multimodal models whose published files have the fields of the text part outside, without a `text_config`.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
+_NO_TIME_STEP_LIMIT = (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf])
 # Fields that change the result in a way that Penstock does not compute, and the values that do not.
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
@@ -156,11 +169,23 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "granitemoehybrid": {
         "position_embedding_type": (None, "nope", "rope"),
         "mamba_proj_bias": (None, False),
-        "time_step_limit": (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
+        "time_step_limit": _NO_TIME_STEP_LIMIT,
     },
     "lfm2": {"conv_bias": (None, False)},
     "lfm2_moe": {"conv_bias": (None, False)},
     "modernbert": {"norm_bias": (None, False), "rope_scaling": (None,)},
+    "nemotron_h": {
+        "attention_bias": (None, False),
+        "mamba_hidden_act": (None, "silu"),
+        "mamba_proj_bias": (None, False),
+        "mlp_hidden_act": (None, "relu2"),
+        "moe_latent_size": (None,),
+        "n_shared_experts": (None, 1),
+        "residual_in_fp32": (None, False),
+        "sliding_window": (None,),
+        "time_step_limit": _NO_TIME_STEP_LIMIT,
+        "use_bias": (None, False),
+    },
     "olmo2": {"clip_qkv": (None,)},
     "olmo3": {"clip_qkv": (None,)},
 }
@@ -214,6 +239,8 @@ def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {**filled, "intermediate_size": filled["shared_intermediate_size"]}
     if model_type in GEMMA4:
         return {**filled, **_gemma4_fields(filled)}
+    if model_type == NEMOTRON:
+        return {**filled, **nemotron_fields(filled)}
     return {**filled, **_lfm2_fields(filled)} if model_type in ("lfm2", "lfm2_moe") else filled
 
 
@@ -240,7 +267,9 @@ def _lfm2_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_activation(raw: Mapping[str, Any]) -> str:
-    """Returns the activation of a decoder's gated MLPs. Raises ConfigError for one that is not supported."""
+    """Returns the activation of a decoder's MLPs. Raises ConfigError for one that is not supported."""
+    if raw["model_type"] == NEMOTRON:
+        return SQUARED_RELU
     field = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
     found = raw.get(field, SILU)
     if found not in _ACTIVATIONS:
@@ -250,10 +279,13 @@ def read_activation(raw: Mapping[str, Any]) -> str:
 
 def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     """Returns FULL, SLIDING or LINEAR for every layer: from `layer_types` if given, else by the rule of the family.
+    Layers of Nemotron-H may also be of one of the kinds `FEED_FORWARD`.
 
     Raises ConfigError for another kind of layer.
     """
     given: list[str] | None = raw.get("layer_types")
+    if raw["model_type"] == NEMOTRON:
+        return tuple(raw["layer_types"])
     if given:
         if len(given) != num_layers:
             raise ConfigError(f"layer_types names {len(given)} layers of {num_layers}")

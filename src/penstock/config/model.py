@@ -36,6 +36,7 @@ from penstock.config.layer_heads import (
     read_kv_sources,
     read_per_layer_inputs,
 )
+from penstock.config.nemotron import FEED_FORWARD
 from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
 from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, MambaSizes, read_conv, read_delta, read_mamba
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
@@ -83,13 +84,14 @@ class ModelConfig:
     conv: ConvSizes | None = None  # the same for gated short convolutions
     mamba: MambaSizes | None = None  # the same for Mamba2
     recurrent_layers: tuple[int, ...] = ()
+    feed_forward_layers: tuple[int, ...] = ()  # a feed-forward part alone, if every layer is one part
     quantization: QuantizationConfig | None = None
     attn_logit_softcapping: float = 0.0
     has_attention_sinks: bool = False
     window_rope: RopeConfig | None = None  # of the layers with a window, if it is not `rope`
     unrotated_layers: tuple[int, ...] = ()
     rotary_factor: float = 1.0
-    activation: str = SILU  # of gated MLPs
+    activation: str = SILU  # of MLPs, which are gated unless it is a squared ReLU
     multipliers: MultipliersConfig = NO_MULTIPLIERS
     wrapper: str = ""
     full_heads: KVHeads | None = None  # of the layers without a window, if they have others
@@ -241,6 +243,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         conv=read_conv(raw),
         mamba=read_mamba(raw),
         recurrent_layers=tuple(layer for layer, kind in enumerate(layer_types) if kind == LINEAR),
+        feed_forward_layers=tuple(layer for layer, kind in enumerate(layer_types) if kind in FEED_FORWARD),
         quantization=quantization,
         attn_logit_softcapping=read_soft_cap(raw, "attn_logit_softcapping"),
         has_attention_sinks=raw["model_type"] == "gpt_oss",

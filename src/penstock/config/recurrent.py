@@ -18,7 +18,7 @@ LINEAR = "linear_attention"
 
 _WITH_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _WITH_CONV = ("lfm2", "lfm2_moe")
-_WITH_MAMBA = ("granitemoehybrid",)
+_WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
 _MOST_CHANNELS = 64  # of a short convolution that are a head
 
 
@@ -185,6 +185,8 @@ def read_mamba(raw: Mapping[str, Any]) -> MambaSizes | None:
     """
     if raw["model_type"] not in _WITH_MAMBA:
         return None
+    if raw["model_type"] == "nemotron_h":
+        return _nemotron_mamba(raw)
     heads, groups = read_count(raw, "mamba_n_heads", 128), read_count(raw, "mamba_n_groups", 1)
     inner = read_count(raw, "mamba_expand", 2) * read_count(raw, "hidden_size")
     size = inner // heads if raw.get("mamba_d_head") in (None, "auto") else read_count(raw, "mamba_d_head")
@@ -197,3 +199,12 @@ def read_mamba(raw: Mapping[str, Any]) -> MambaSizes | None:
     keys, taps = read_count(raw, "mamba_d_state", 256), read_count(raw, "mamba_d_conv", 4, least=2)
     has_bias = raw.get("mamba_conv_bias") is not False
     return MambaSizes(heads, heads // groups, size, keys, taps, has_bias)
+
+
+def _nemotron_mamba(raw: Mapping[str, Any]) -> MambaSizes:
+    heads, groups = read_count(raw, "mamba_num_heads", 128), read_count(raw, "n_groups", 8)
+    if heads % groups:
+        raise ConfigError(f"mamba_num_heads ({heads}) is not a multiple of n_groups ({groups})")
+    size, keys = read_count(raw, "mamba_head_dim", 64), read_count(raw, "ssm_state_size", 128)
+    has_bias = raw.get("use_conv_bias") is not False
+    return MambaSizes(heads, heads // groups, size, keys, read_count(raw, "conv_kernel", 4, least=2), has_bias)

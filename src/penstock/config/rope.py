@@ -121,6 +121,8 @@ def smollm3_unrotated(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...
 
 def _unrotated(raw: Mapping[str, Any], layer_types: tuple[str, ...]) -> tuple[int, ...]:
     model_type = raw["model_type"]
+    if model_type == "nemotron_h":
+        return tuple(range(len(layer_types)))
     if model_type == "granitemoehybrid":
         return () if raw.get("position_embedding_type") == "rope" else tuple(range(len(layer_types)))
     if model_type == "smollm3":

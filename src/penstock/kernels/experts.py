@@ -23,12 +23,13 @@ from typing import Protocol
 import torch
 
 from penstock.config.experts import CLAMPED, SILU
-from penstock.config.families import GELU_TANH
+from penstock.config.families import GELU_TANH, SQUARED_RELU
 from penstock.kernels.gelu import gelu_and_mul
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.linear import PANEL, PackedFormat, PackedLinear, PackedWeights
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.quantized import LayerWeight, reordered
+from penstock.kernels.relu import squared_relu
 from penstock.kernels.sigmoid import sigmoid_reference
 from penstock.kernels.silu_and_mul import silu_and_mul
 
@@ -49,6 +50,11 @@ class ExpertsShape:
     out_features: int  # of down: this rank's share of H
     dtype: torch.dtype
     activation: str = SILU  # of ACTIVATIONS
+
+    @property
+    def gate_up_features(self) -> int:
+        """Rows of gate_up: of gate and up, or of up alone if the activation has no gate."""
+        return self.own_inner * (1 if self.activation == SQUARED_RELU else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,8 @@ class GroupedExperts(Protocol):
     """The weights of the experts in some slots, and their products."""
 
     def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
-        """Puts an expert into a slot: gate_up [2 own_inner, in_features], gate first, and down [out_features, inner].
+        """Puts an expert into a slot: gate_up [gate_up_features, in_features], gate first, and down [out_features,
+        inner].
 
         The tensors may be freed afterwards. Raises ValueError if one is quantized in another way than these experts.
         """
@@ -111,7 +118,7 @@ class GroupedExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    gate_up: torch.Tensor  # [2 own_inner]
+    gate_up: torch.Tensor  # [gate_up_features]
     down: torch.Tensor  # [out_features]
 
 
@@ -146,8 +153,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     SILU: silu_and_mul,
     CLAMPED: clamped_swiglu,
     GELU_TANH: partial(gelu_and_mul, is_tanh=True),
+    SQUARED_RELU: squared_relu,
 }
-"""[T, 2I], gate then up, -> [T, I], in the order of the native library's codes."""
+"""[T, 2I], gate then up, or [T, I] without a gate, -> [T, I], in the order of the native library's codes."""
 
 
 class _Linear(Protocol):
@@ -239,7 +247,9 @@ class ExpertsDescriptor(ctypes.Structure):
 
 
 class NativeExperts:
-    """Weights in panels of 32 features, in which a panel of gate is followed by the panel of up for the same ones."""
+    """Weights in panels of 32 features, in which a panel of gate, if there is one, is followed by the panel of up for
+    the same features.
+    """
 
     def __init__(
         self,
@@ -250,15 +260,17 @@ class NativeExperts:
         formats: Formats = (None, None),
     ) -> None:
         self._shape = shape
-        padded, count = -(-shape.own_inner // PANEL) * 2 * PANEL, shape.num_slots
-        sizes, dtype = ((padded, shape.in_features), (shape.out_features, shape.inner)), shape.dtype
+        self._has_gate = shape.gate_up_features > shape.own_inner
+        rows = -(-shape.own_inner // PANEL) * 2 * PANEL if self._has_gate else shape.own_inner
+        sizes = ((rows, shape.in_features), (shape.out_features, shape.inner))
+        count, dtype = shape.num_slots, shape.dtype
         self.gate_up_weights, self.down_weights = (
             PackedWeights(native, count, *size, dtype, allocate, format)
             for size, format in zip(sizes, formats, strict=True)
         )
         self._biases: Biases | None = None
         if has_biases:
-            sizes = (2 * shape.own_inner, shape.out_features)
+            sizes = (shape.gate_up_features, shape.out_features)
             self._biases = Biases(*(allocate(4 * count * size).view(torch.float32).view(count, -1) for size in sizes))
         self._descriptor = ExpertsDescriptor(
             self.gate_up_weights.address,
@@ -282,8 +294,8 @@ class NativeExperts:
         self._run_combine = native.function("experts_combine", "ppppnnnni")
 
     def store(self, slot: int, gate_up: LayerWeight, down: LayerWeight, biases: Biases | None = None) -> None:
-        assert gate_up.shape == (2 * self._shape.own_inner, self._shape.in_features), f"{tuple(gate_up.shape)}"
-        self.gate_up_weights.store(slot, _interleave(gate_up))
+        assert gate_up.shape == (self._shape.gate_up_features, self._shape.in_features), f"{tuple(gate_up.shape)}"
+        self.gate_up_weights.store(slot, _interleave(gate_up) if self._has_gate else gate_up)
         self.down_weights.store(slot, down)
         if self._biases is not None:
             assert biases is not None, "an expert without biases"
@@ -291,7 +303,10 @@ class NativeExperts:
             self._biases.down[slot] = biases.down
 
     def weights(self, slot: int) -> tuple[ExpertWeight, ExpertWeight]:
-        return _Interleaved(self.gate_up_weights, slot, self._shape.own_inner), _Stored(self.down_weights, slot)
+        gate_up = _Stored(self.gate_up_weights, slot)
+        if self._has_gate:
+            gate_up = _Interleaved(self.gate_up_weights, slot, self._shape.own_inner)
+        return gate_up, _Stored(self.down_weights, slot)
 
     def arrays(self) -> tuple[torch.Tensor, ...]:
         biases = () if self._biases is None else (self._biases.gate_up, self._biases.down)

@@ -2,10 +2,10 @@
 
         ids -> embedding -> [ norm -> attention -> + -> norm -> feed-forward -> + ] x layers -> norm -> logits
 
-A family may have norms in other places (`NormNames`), or compute attention and feed-forward of one state. The residual
-stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer. A stage of a
-pipeline has a range of the layers, the first stage the embedding and the last one the norm and the head. Shapes: T
-tokens of this step, H hidden size.
+A family may have norms in other places (`NormNames`), compute attention and feed-forward of one state, or have one of
+the two in a layer (`SinglePartLayer`). The residual stream is one tensor, updated in place by the fused
+add-and-normalise at the head of every sub-layer. A stage of a pipeline has a range of the layers, the first stage the
+embedding and the last one the norm and the head. Shapes: T tokens of this step, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from penstock.layers.embedding import Embedding
 from penstock.layers.linear import GatheredLinear
 from penstock.layers.norm import Norm, SumOnly
 from penstock.layers.rotary import RotaryTables
+from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.interface import ModelOutput
 from penstock.models.norms import ReadNorm, rms_norm
 from penstock.models.parts import Attention, FeedForward
@@ -69,7 +70,7 @@ class Architecture:
     """Builds the parts of a layer, each from the configuration, weights and the number of its layer.
 
     The attention's weights have its own prefix, and it also receives the rotary table; the feed-forward part's have the
-    layer's prefix.
+    layer's prefix. With `has_single_parts` a layer is one of the two, and the norm before it is `norms.attention`.
     """
 
     attention: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention]
@@ -79,10 +80,19 @@ class Architecture:
     attention_name: str = "self_attn"  # the prefix of the attention's weights
     recurrent: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention] | None = None
     recurrent_name: str = "linear_attn"  # the same for layers that have a recurrence in its place
+    embedding_name: str = "embed_tokens"
     end_norm: str = "norm"  # the name of the norm after the last layer
     is_parallel: bool = False  # the feed-forward part reads what the attention reads
+    has_single_parts: bool = False
     layer_end: Callable[[ModelConfig, Weights, int], LayerEnd] | None = None  # follows the feed-forward part
     per_layer: Callable[[ModelConfig, Weights], PerLayer] | None = None  # if the configuration has such inputs
+
+    def make_attention(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> Attention:
+        """Returns the layer's attention or recurrence; `weights` has the layer's prefix."""
+        if layer not in config.recurrent_layers:
+            return self.attention(config, weights / self.attention_name, layer, rotary)
+        assert self.recurrent is not None, f"layer {layer} of a {config.model_type} is recurrent"
+        return self.recurrent(config, weights / self.recurrent_name, layer, rotary)
 
 
 class DecoderLayer:
@@ -100,11 +110,8 @@ class DecoderLayer:
 
         names = architecture.norms
         self.input_norm = SumOnly() if names.attention is None else norm(names.attention)
-        build, name = architecture.attention, architecture.attention_name
-        if layer in config.recurrent_layers:
-            assert architecture.recurrent is not None, f"layer {layer} of a {config.model_type} is recurrent"
-            build, name = architecture.recurrent, architecture.recurrent_name
-        self.attention = build(config, weights / name, layer, rotary)
+        self.attention = architecture.make_attention(config, weights, layer, rotary)
+        self.kv_cache_specs = self.attention.kv_cache_specs
         self._after_attention = after(names.after_attention)
         self._is_parallel = architecture.is_parallel
         self.post_norm = SumOnly() if names.feed_forward is None else norm(names.feed_forward)
@@ -123,6 +130,33 @@ class DecoderLayer:
         else:
             normed = self.post_norm.add(x, residual)
         return self._end(self._after_feed_forward(self.feed_forward(normed)), residual, context)
+
+
+class SinglePartLayer:
+    """A norm, and an attention, a recurrence or a feed-forward (Nemotron-H)."""
+
+    def __init__(
+        self, architecture: Architecture, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor
+    ) -> None:
+        assert architecture.norms.attention is not None, config.model_type
+        self._norm = architecture.read_norm(
+            weights, architecture.norms.attention, config.hidden_size, config.rms_norm_eps
+        )
+        self.kv_cache_specs: dict[str, KVCacheSpec] = {}
+        self.feed_forward: FeedForward | None = None
+        self._part: Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
+        if layer in config.feed_forward_layers:
+            self.feed_forward = feed_forward = architecture.feed_forward(config, weights, layer)
+            self._part = lambda x, positions, context: feed_forward(x)
+        else:
+            self._part = attention = architecture.make_attention(config, weights, layer, rotary)
+            self.kv_cache_specs = attention.kv_cache_specs
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """As `DecoderLayer`."""
+        return self._part(self._norm.add(x, residual), positions, context)
 
 
 def _no_end(x: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -164,11 +198,12 @@ class Decoder:
             self.rotary.table(rope, config.layer_rotary_dim(layer))
             for layer, rope in zip(self.stage.layers, ropes, strict=True)
         ]
+        make_layer = SinglePartLayer if architecture.has_single_parts else DecoderLayer
         self.layers = [
-            DecoderLayer(architecture, config, inner / "layers" / layer, layer, table)
+            make_layer(architecture, config, inner / "layers" / layer, layer, table)
             for layer, table in zip(self.stage.layers, tables, strict=True)
         ]
-        specs = [layer.attention.kv_cache_specs for layer in self.layers]
+        specs = [layer.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
         # The layers from one at whose input the stream is kept to the next.
         numbers = self.stage.layers
@@ -179,7 +214,7 @@ class Decoder:
                 span,
                 RepeatedLayers(
                     ["".join(specs[number - numbers.start]) for number in span],
-                    [cache_name(config.kv_source(number)) for number in span if not specs[number - numbers.start]],
+                    [cache_name(source) for number in span if (source := config.kv_source(number)) != number],
                 ),
             )
             for span in spans
@@ -189,7 +224,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(config.multipliers.embedding, dtype=weights.dtype))
         is_tied = has_logits and self.stage.is_last and _has_tied_head(config, weights)
         if self.stage.is_first or feeds_head or is_tied:
-            self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+            self._embedding = inner.embedding(architecture.embedding_name, config.vocab_size, config.hidden_size)
         self._per_layer: PerLayer | None = None
         if self.stage.is_first and config.per_layer_inputs is not None:
             assert architecture.per_layer is not None, f"a {config.model_type} has inputs of every layer"
@@ -197,7 +232,22 @@ class Decoder:
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
             norm = architecture.read_norm(inner, architecture.end_norm, config.hidden_size, config.rms_norm_eps)
-            self._end = DecoderEnd(norm, _make_head(config, weights, inner, self._embedding) if has_logits else None)
+            self._end = DecoderEnd(norm, self._make_head(weights, inner) if has_logits else None)
+
+    def _make_head(self, weights: Weights, inner: Weights) -> GatheredLinear:
+        """`weights` has a head of its own, `inner` the embedding."""
+        config = self.config
+        vocab, hidden = config.vocab_size, config.hidden_size
+        quantization = weights.load_quantization.for_head()
+        # Adapters change no head.
+        weights, inner = (replace(each, load_quantization=quantization, lora=None) for each in (weights, inner))
+        if not _has_tied_head(config, weights):
+            return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
+        weight = self.embedding.weight
+        if config.quantization is not None or quantization.head:
+            # The embedding has the values.
+            weight = inner.layer_weight({f"{self.architecture.embedding_name}.weight": vocab}, hidden)
+        return weights.gathered(weights.linear_of("lm_head", weight, is_wide=True), vocab)
 
     @property
     def embedding(self) -> Embedding:
@@ -282,6 +332,7 @@ def _find_decoder(weights: Weights, has_logits: bool, known: str) -> tuple[Weigh
     inner = weights / "model"
     for head, found in (
         (weights, inner),
+        (weights, weights / "backbone"),
         (weights, inner / "language_model"),
         (weights / "language_model", weights / "language_model" / "model"),
     ):
@@ -295,19 +346,3 @@ def _has_tied_head(config: ModelConfig, weights: Weights) -> bool:
     one of them state a default of its class: then the checkpoint has a head of its own or not.
     """
     return config.tie_word_embeddings and not (config.wrapper and weights.has("lm_head.weight"))
-
-
-def _make_head(config: ModelConfig, weights: Weights, inner: Weights, embedding: Embedding | None) -> GatheredLinear:
-    """`weights` has a head of its own, `inner` the embedding."""
-    vocab, hidden = config.vocab_size, config.hidden_size
-    quantization = weights.load_quantization.for_head()
-    # Adapters change no head.
-    weights, inner = (replace(each, load_quantization=quantization, lora=None) for each in (weights, inner))
-    if not _has_tied_head(config, weights):
-        return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
-    assert embedding is not None, "a tied head without an embedding"
-    weight = embedding.weight
-    if config.quantization is not None or quantization.head:
-        # The embedding has the values.
-        weight = inner.layer_weight({"embed_tokens.weight": vocab}, hidden)
-    return weights.gathered(weights.linear_of("lm_head", weight, is_wide=True), vocab)

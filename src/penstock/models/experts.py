@@ -1,6 +1,6 @@
 """A mixture of experts as the feed-forward part of a decoder's layer (Shazeer et al. 2017, arXiv:1701.06538).
 
-    x -> router -> ids and weights of top_k experts -> each expert's gated MLP -> sum by weights -> + shared MLP
+    x -> router -> ids and weights of top_k experts -> each expert's MLP -> sum by weights -> + shared MLP
 
 The router's logits and weights are float32. An expert's output is rounded to the model's dtype; the sum of a token's
 experts is float32, in the order of the router's choice, and rounded once; the shared MLP's output is added to it and
@@ -37,9 +37,9 @@ from penstock.kernels.router import Router
 from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
 from penstock.layers.norm import RMSNorm
-from penstock.models.decoder import DecoderLayer
+from penstock.models.decoder import DecoderLayer, SinglePartLayer
 from penstock.models.norms import rms_norm_rounded_once
-from penstock.models.parts import FeedForward, GatedMLP, dense_mlp, halves_of_pairs
+from penstock.models.parts import FeedForward, GatedMLP, UngatedMLP, dense_mlp, halves_of_pairs
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
 from penstock.parallel.topology import Share
@@ -64,7 +64,7 @@ class _Names:
     """How a checkpoint calls the part, the layers of an expert that is stored by itself, and tensors of all experts."""
 
     part: str
-    gate: str
+    gate: str | None  # experts may have none
     up: str
     down: str
     router: str = "gate"
@@ -79,7 +79,7 @@ class _Names:
         return of_layer / self.part if self.part else of_layer
 
 
-# The second are Mixtral's, the third LFM2's, the fourth Granite's, the last Gemma 4's, in no part.
+# The second are Mixtral's, then LFM2's, Granite's, Nemotron-H's, and last Gemma 4's, in no part.
 _LAYOUTS = (
     _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     _Names("block_sparse_moe", "w1", "w3", "w2"),
@@ -94,6 +94,7 @@ _LAYOUTS = (
         all_down="output_linear.weight",
         shared="shared_mlp",
     ),
+    _Names("mixer", None, "up_proj", "down_proj"),
     _Names("", "gate_proj", "up_proj", "down_proj", router="router.proj"),
 )
 _GPT_OSS = _Names("mlp", "gate_proj", "up_proj", "down_proj", router="router")
@@ -304,7 +305,7 @@ class PlacedExperts:
         return self._buffers[ids, copies]
 
 
-def placed_experts(layers: Iterable[DecoderLayer]) -> dict[str, PlacedExperts]:
+def placed_experts(layers: Iterable[DecoderLayer | SinglePartLayer]) -> dict[str, PlacedExperts]:
     """Returns the experts of those layers whose experts the ranks divide, by name."""
     parts = (layer.feed_forward for layer in layers)
     found = (part.experts if isinstance(part, ExpertsBesideMLP) else part for part in parts)
@@ -322,7 +323,8 @@ class _SharedMLP:
         size = experts.shared_intermediate_size
         if names.shared is None:
             name = "shared_expert" if experts.has_shared_gate else "shared_experts"
-            self.mlp = GatedMLP(config, weights / name, size)
+            make = UngatedMLP if names.gate is None else GatedMLP
+            self.mlp = make(config, weights / name, size)
         else:
             self.mlp = GatedMLP(config, of_layer / names.shared, size, stored_as=names.gate, down=names.down)
         self.gate: Linear | None = None
@@ -378,7 +380,7 @@ def _load_experts(
     )
     made: GroupedExperts | None = None
     read = _read_single
-    if not weights.has(f"experts.0.{names.gate}.weight"):
+    if not weights.has(f"experts.0.{names.up}.weight"):
         is_fused = weights.has(names.all_gate_up)
         read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
     for slot, expert in enumerate(chosen):
@@ -424,7 +426,8 @@ _Expert = tuple[LayerWeight, LayerWeight, Biases | None]
 def _read_single(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
     """Returns this rank's gate and up rows, [2 own I, H], its rows of down, [own H, I], and their biases if any."""
     inner, own = experts.intermediate_size, weights / "experts" / expert
-    gate_up = own.layer_weight({f"{names.gate}.weight": inner, f"{names.up}.weight": inner}, hidden)
+    rows = {f"{name}.weight": inner for name in (names.gate, names.up) if name is not None}
+    gate_up = own.layer_weight(rows, hidden)
     down, biases = own.layer_weight({f"{names.down}.weight": hidden}, inner), None
     if experts.has_biases:
         of_gate_up = own.tensors({f"{names.gate}.bias": inner, f"{names.up}.bias": inner})

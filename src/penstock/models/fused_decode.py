@@ -67,8 +67,9 @@ class FusedDecoder:
         self._aux_layers = model.aux_layers
         self.logits_dtype = model.logits_dtype
         self._eps = model.config.rms_norm_eps
-        self._first_gain, *next_gains = map(_gain, (*(layer.input_norm for layer in model.layers), self._norm))
-        self._layers = [self._layer(layer, gain) for layer, gain in zip(model.layers, next_gains, strict=True)]
+        layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]  # all of them, see supports()
+        self._first_gain, *next_gains = map(_gain, (*(layer.input_norm for layer in layers), self._norm))
+        self._layers = [self._layer(layer, gain) for layer, gain in zip(layers, next_gains, strict=True)]
 
     @staticmethod
     def supports(model: Model) -> str:
@@ -87,6 +88,8 @@ class FusedDecoder:
         if (model.architecture.read_norm, model.architecture.norms, model.architecture.is_parallel) != plain:
             return "its layers have other norms, or other places of them"
         for layer in model.layers:
+            if not isinstance(layer, DecoderLayer):
+                return "its layers are single parts"
             attention, mlp = layer.attention, layer.feed_forward
             if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
                 return f"layers are made of {type(attention).__name__} and {type(mlp).__name__}"

@@ -19,6 +19,7 @@ from penstock.attention.forward_context import ForwardContext
 from penstock.config.families import GELU, GELU_TANH, SILU
 from penstock.config.model import ModelConfig
 from penstock.kernels.gelu import gelu_and_mul
+from penstock.kernels.relu import squared_relu
 from penstock.kernels.sigmoid import multiply_by_sigmoid
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import EncoderAttention, PagedAttention
@@ -244,6 +245,20 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         activated = self._activate(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
         return self.down(activated)  # -> [T, H]
+
+
+class UngatedMLP:
+    """Two projections with a squared ReLU between them (Nemotron-H)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, inner: int | None = None) -> None:
+        """`inner` is I, by default the configuration's."""
+        hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
+        weights.check_on_cpu("MLPs without a gate")
+        self.up = weights.linear({"up_proj": inner}, hidden, config.mlp_bias)
+        self.down = weights.joining_linear("down_proj", hidden, weights.share.sizes(inner), config.mlp_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(squared_relu(self.up(x)))  # [T, H] -> [T, own I] -> [T, H]
 
 
 def dense_mlp(

@@ -20,7 +20,7 @@ from penstock.models.gemma4 import Gemma4LayerEnd, PerLayerInputs, gemma4_mlp
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.mamba2 import Mamba2Layer
 from penstock.models.norms import layer_norm, rms_norm, rms_norm_from_one, rms_norm_rounded_once
-from penstock.models.parts import AttentionVariant, GroupedQueryAttention, dense_mlp
+from penstock.models.parts import AttentionVariant, GroupedQueryAttention, UngatedMLP, dense_mlp
 from penstock.models.short_conv import ShortConvLayer
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
@@ -127,6 +127,19 @@ MODELS = {
     # LFM2 (Liquid AI 2025, arXiv:2511.23404), dense and with experts: gated short convolutions, and a few attentions.
     "lfm2": _LFM2(_LFM2_MLP),
     "lfm2_moe": _LFM2(partial(sparse_mlp, dense=_LFM2_MLP)),
+    # Nemotron-H (NVIDIA 2025, arXiv:2504.03624) and Nemotron 3: a layer is one part, in many of them Mamba2.
+    "nemotron_h": Architecture(
+        GroupedQueryAttention,
+        partial(sparse_mlp, dense=lambda config, weights, layer: UngatedMLP(config, weights / "mixer")),
+        rms_norm_rounded_once,
+        NormNames("norm"),
+        attention_name="mixer",
+        recurrent=Mamba2Layer,
+        recurrent_name="mixer",
+        embedding_name="embeddings",
+        end_norm="norm_f",
+        has_single_parts=True,
+    ),
     # Qwen3 with experts, from the same report.
     "qwen3_moe": Architecture(_QWEN3, sparse_mlp),
     # Jiang et al. 2024, arXiv:2401.04088: Mistral with experts.

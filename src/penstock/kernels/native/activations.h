@@ -54,5 +54,14 @@ void clamped_swiglu_row(const T* gate, const T* up, T* out, int64_t width) {
     }
 }
 
+// max(x, 0)^2, which may be in place (kernels/relu.py). A NaN stays one in `larger` as its second operand.
+template <class T>
+void squared_relu_row(const T* x, T* out, int64_t width) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const Vec positive = larger(splat(0), load_first(x + i, width - i));
+        store_first(out + i, positive * positive, width - i);
+    }
+}
+
 }  // namespace
 }  // namespace penstock::ISA

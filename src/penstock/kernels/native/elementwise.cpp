@@ -173,6 +173,14 @@ void gelu_and_mul(const void* gate, int64_t gate_stride, const void* up, int64_t
     });
 }
 
+template <class T>
+void squared_relu(void* x, int64_t rows, int64_t width, int64_t threads) {
+    run_each(rows, width, threads, [&](int64_t row) {
+        T* at = static_cast<T*>(x) + row * width;
+        squared_relu_row(at, at, width);
+    });
+}
+
 // x (+ added, rounded to T) times the factor, in place; `added` may be null.
 template <class T>
 void add_and_scale(void* x, const void* added, int64_t rows, int64_t width, float factor, int64_t threads) {
@@ -342,6 +350,13 @@ PENSTOCK_EXPORT(void, gelu_and_mul)
 #undef CALL
 }
 PENSTOCK_RECORDABLE(gelu_and_mul)
+
+PENSTOCK_EXPORT(void, squared_relu)(void* x, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
+#define CALL(T) squared_relu<T>(x, rows, width, threads)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+PENSTOCK_RECORDABLE(squared_relu)
 
 PENSTOCK_EXPORT(void, add_and_scale)
 (void* x, const void* added, int64_t rows, int64_t width, int64_t threads, float factor, int32_t dtype) {

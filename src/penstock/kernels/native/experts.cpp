@@ -8,12 +8,14 @@
 
 namespace {
 
+constexpr int64_t kClampedSwiglu = 1, kGeluTanh = 2, kSquaredRelu = 3;  // places in ACTIVATIONS of kernels/experts.py
+
 // The weights as described in kernels/experts.py. A slot of `gate_up` is a panel of gate, the panel of up for the same
-// features, and so on; biases of a slot are those of gate, then those of up.
+// features, and so on; biases of a slot are those of gate, then those of up. Experts without a gate have up alone.
 struct Experts {
     const char* gate_up;
     const char* down;
-    const float* gate_up_bias;  // [num_slots, 2, own_inner] or null
+    const float* gate_up_bias;  // [num_slots, halves, own_inner] or null
     const float* down_bias;     // [num_slots, out_features] or null
     int64_t num_slots;
     int64_t in_features;
@@ -21,9 +23,12 @@ struct Experts {
     int64_t inner;
     int64_t out_features;
     int64_t dtype;
-    int64_t activation;  // the place in ACTIVATIONS of kernels/experts.py
+    int64_t activation;
     const Quantization* gate_up_quantization;  // or null
     const Quantization* down_quantization;
+
+    // Panels of `gate_up` that make one panel of activated features.
+    int64_t halves() const { return activation == kSquaredRelu ? 1 : 2; }
 };
 
 // The type under which vec.h stores what a kernel stores.
@@ -87,17 +92,20 @@ void in_cached_rows(const Task& task, int64_t k, const Run& run) {
     for (int64_t first = 0; first < task.rows; first += most) run(task.row + first, smaller(most, task.rows - first));
 }
 
-// Activates the products `gate_up`, [rows, 2, kPanel], into `columns` columns of out.
+// Activates the products `gate_up`, [rows, halves, kPanel], into `columns` columns of out.
 template <class T>
-void activate(const char* gate_up, char* out, int64_t out_stride, int64_t rows, int64_t columns, int64_t activation) {
+void activate(const char* gate_up, char* out, int64_t out_stride, int64_t rows, int64_t columns, const Experts& experts) {
+    const int64_t activation = experts.activation;
     // The tiles stored the products under another type.
     asm volatile("" : : : "memory");
     for (int64_t row = 0; row < rows; ++row) {
-        const T* gate = reinterpret_cast<const T*>(gate_up) + row * 2 * kPanel;
+        const T* gate = reinterpret_cast<const T*>(gate_up) + row * experts.halves() * kPanel;
         T* to = reinterpret_cast<T*>(out + row * out_stride);
-        if (activation == 1)
+        if (activation == kSquaredRelu)
+            penstock::ISA::squared_relu_row(gate, to, columns);
+        else if (activation == kClampedSwiglu)
             penstock::ISA::clamped_swiglu_row(gate, gate + kPanel, to, columns);
-        else if (activation == 2)
+        else if (activation == kGeluTanh)
             penstock::ISA::gelu_tanh_and_mul_row(gate, gate + kPanel, to, columns);
         else
             penstock::ISA::silu_and_mul_row(gate, gate + kPanel, to, columns);
@@ -124,28 +132,29 @@ void gate_up_rows(const Experts& experts, const Task& task, const char* x, const
                   int64_t row, int64_t rows) {
     using Element = typename Kernel::Element;
     constexpr int64_t kElement = sizeof(Element);
+    const int64_t halves = experts.halves();
     Blocks<Kernel> blocks(rows, experts.in_features);
-    const int64_t products_bytes = rows * 2 * kPanel * kElement;
+    const int64_t products_bytes = rows * halves * kPanel * kElement;
     const int64_t gathered_bytes = Kernel::kRows * experts.in_features * kElement;
     blocks.packed = scratch.reserve(blocks.size() + products_bytes + gathered_bytes);
     char* products = blocks.packed + blocks.size();
     pack_pairs(blocks, x, pairs + row, top_k, products + products_bytes);
     const int64_t bytes = panel_bytes<Kernel>(experts.gate_up_quantization, experts.in_features);
     const int64_t num_pairs = divide_up(experts.own_inner, kPanel), stride = experts.own_inner * kElement;
-    const float* bias = experts.gate_up_bias ? experts.gate_up_bias + task.slot * 2 * experts.own_inner : nullptr;
+    const float* bias = experts.gate_up_bias ? experts.gate_up_bias + task.slot * halves * experts.own_inner : nullptr;
     for (int64_t pair = task.units.begin; pair < task.units.end; ++pair) {
-        const char* weight = experts.gate_up + (task.slot * num_pairs + pair) * 2 * bytes;
+        const char* weight = experts.gate_up + (task.slot * num_pairs + pair) * halves * bytes;
         const int64_t column = pair * kPanel, columns = smaller(kPanel, experts.own_inner - column);
-        multiply_panels(blocks, experts.gate_up_quantization, weight, 2, pair + 1 < task.units.end, [&](int64_t half) {
+        multiply_panels(blocks, experts.gate_up_quantization, weight, halves, pair + 1 < task.units.end, [&](int64_t half) {
             Tile<Element> tile{};
-            tile.out_stride = 2 * kPanel * kElement;
+            tile.out_stride = halves * kPanel * kElement;
             tile.columns = columns;
             tile.bias = bias ? bias + half * experts.own_inner + column : nullptr;
             tile.out = products + half * kPanel * kElement;
             return tile;
         });
         activate<typename Stored<Element>::Type>(products, out + row * stride + column * kElement, stride, rows, columns,
-                                                 experts.activation);
+                                                 experts);
     }
 }
 
@@ -224,7 +233,7 @@ PENSTOCK_EXPORT(void, experts_gate_up)
 (const Experts* experts, const void* x, const int32_t* pairs, const int32_t* starts, void* out, int64_t top_k,
  int64_t threads) {
     const int64_t units = divide_up(experts->own_inner, kPanel);
-    const Tasks tasks = divide(starts, experts->num_slots, units, experts->in_features * 2 * kPanel, threads);
+    const Tasks tasks = divide(starts, experts->num_slots, units, experts->in_features * experts->halves() * kPanel, threads);
     with_kernel(experts->dtype, experts->gate_up_quantization, [&](auto kernel) {
         using Kernel = decltype(kernel);
         run_tasks(tasks, [&](const Task& task) {
