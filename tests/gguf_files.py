@@ -5,7 +5,7 @@ a family's tensors and fields is repeated here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
+
+from tests.gguf_hybrids import MAMBA, NUMBERS, QWEN, Conversion, convert_hybrid, describe_hybrid, rotary_divisors
 
 # Penstock's model type -> llama.cpp's architecture.
 ARCHITECTURES = {
@@ -37,15 +39,22 @@ ARCHITECTURES = {
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
     "youtu": gguf.MODEL_ARCH.DEEPSEEK2,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
-_IN_PAIRS = ("llama", "mixtral", "granite", "smollm3", "ministral3")
+_IN_PAIRS = ("llama", "mixtral", "granite", "smollm3", "ministral3", "granitemoehybrid", "nemotron_h")
 _PROJECTIONS = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 # Without a size of a head in the file, which is then that of the hidden state by the number of heads.
 _WITHOUT_HEAD_SIZE = ("phi3", "granite")
 Tensors = dict[str, torch.Tensor]
 Kind = gguf.GGMLQuantizationType
-# Named tensors for one of a checkpoint, and how their values become its again.
-Conversion = tuple[list[tuple[str, torch.Tensor]], Callable[[list[torch.Tensor]], torch.Tensor]]
+_OTHER_HYBRIDS = ("lfm2", "lfm2_moe", "gemma4_text")
 
 
 def write_gguf(
@@ -64,6 +73,11 @@ def write_gguf(
     config = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
     architecture = ARCHITECTURES[config["model_type"]]
+    kinds_of_layers = config.get("layers_block_type", ())
+    config.setdefault("num_hidden_layers", len(kinds_of_layers))
+    if "moe" in kinds_of_layers:
+        architecture = gguf.MODEL_ARCH.NEMOTRON_H_MOE
+    divisors = rotary_divisors(config) if divisors is None else divisors
     kinds = others or {}
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     values: Tensors = {}
@@ -78,15 +92,17 @@ def write_gguf(
         converted, restore = _convert(config, name, weight.float())
         found: list[torch.Tensor] = []
         for new_name, part in converted:
-            of_file = names.get_name(new_name, (".weight", ".bias"))
+            is_named = new_name.startswith("blk.")
+            of_file = new_name if is_named else names.get_name(new_name, (".weight", ".bias"))
             assert of_file is not None, new_name
-            is_matrix = part.ndim > 1 and "ffn_gate_inp" not in of_file and not of_file.endswith("bias")
+            is_matrix = part.ndim > 1 and not any(each in of_file for each in NUMBERS) and not of_file.endswith("bias")
             chosen = kind if is_matrix else Kind.F32
             chosen = next((each for end, each in kinds.items() if new_name.endswith(end)), chosen)
             data = _quantize(part.contiguous().numpy(), chosen)
             stored.append((of_file, data, chosen))
             found.append(torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32)).reshape(part.shape))
-        values[name] = restore(found).bfloat16()
+        # The logarithm of an exponential is not the number itself.
+        values[name] = restore(found) if name.endswith("A_log") else restore(found).bfloat16()
     for number in range(num_parts):
         writer = gguf.GGUFWriter(_part(file, number, num_parts), gguf.MODEL_ARCH_NAMES[architecture])
         if number == 0:
@@ -133,6 +149,9 @@ def _part(file: Path, number: int, num_parts: int) -> Path:
 
 def _convert(config: dict[str, Any], name: str, weight: torch.Tensor) -> Conversion:
     model_type = config["model_type"]
+    hybrid = convert_hybrid(config, name, weight) if model_type in (*QWEN, *MAMBA, *_OTHER_HYBRIDS) else None
+    if hybrid is not None:
+        return hybrid
     if model_type in _IN_PAIRS and name.endswith(_PROJECTIONS):
         size = config["hidden_size"] // config["num_attention_heads"]
         size = size if model_type == "granite" else config.get("head_dim") or size
@@ -236,7 +255,8 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if model_type == "cohere2":
         writer.add_layer_norm_eps(config["layer_norm_eps"])
     else:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        eps = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+        writer.add_layer_norm_rms_eps(next(config[name] for name in eps if name in config))
     _describe_rope(writer, config)
     _describe_experts(writer, config)
     if has_latents:
@@ -256,6 +276,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(field):
             add(config[field])
+    describe_hybrid(writer, config)
 
 
 def _describe_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -289,11 +310,11 @@ def _describe_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _describe_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((config[name] for name in names if config.get(name)), 0)
-    if not num_experts:
+    if not num_experts or "moe" not in config.get("layers_block_type", ["moe"]):
         return
     model_type = config["model_type"]
     writer.add_expert_count(num_experts)
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
     if model_type != "mixtral":
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if config.get("n_group"):

@@ -22,7 +22,7 @@ from penstock.utils.errors import ConfigError
 from penstock.worker.load import load_model
 from penstock.worker.parts import make_parts
 from tests.gguf_files import write_gguf
-from tests.integration.checkpoints import COMMON, LLAMA3_ROPE, save_random
+from tests.integration.checkpoints import COMMON, CONV, DELTA, GRANITE4, LLAMA3_ROPE, NEMOTRON, save_random
 from tests.integration.test_identity_families import check_twins
 
 KINDS = gguf.GGMLQuantizationType
@@ -62,6 +62,16 @@ MULTIPLIERS = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.1,
     "logits_scaling": 6.7,
+}
+DELTA_LAYERS = {**DELTA, "num_hidden_layers": 3}
+CONV_LAYERS = {**CONV, "num_hidden_layers": 3}
+MAMBA_LAYERS = {**GRANITE4, "num_hidden_layers": 3, "head_dim": None, "shared_intermediate_size": 160}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "global_head_dim": 64,
+    "sliding_window": 26,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": True,
 }
 # Name -> model type, what differs from SIZES, the type of its matrices, and engine arguments.
 MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
@@ -162,6 +172,107 @@ MODELS: dict[str, tuple[str, dict[str, Any], KINDS, dict[str, Any]]] = {
         KINDS.Q8_0,
         {},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        KINDS.Q4_0,
+        {},
+    ),
+    "gemma4, shared": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": COMMON["vocab_size"],
+            "final_logit_softcapping": 4.0,
+        },
+        KINDS.Q8_0,
+        {},
+    ),
+    "gemma4, experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+        KINDS.Q8_0,
+        {"tensor_parallel_size": 2},
+    ),
+    "qwen35": ("qwen3_5_text", DELTA_LAYERS, KINDS.Q8_0, {"tensor_parallel_size": 2}),
+    "qwen35, K types": (
+        "qwen3_5_text",
+        {
+            **DELTA_LAYERS,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 8,
+            "linear_value_head_dim": 64,
+            "num_attention_heads": 8,
+        },
+        KINDS.Q4_K,
+        {},
+    ),
+    "qwen35moe": (
+        "qwen3_5_moe_text",
+        {**DELTA_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 96},
+        KINDS.Q4_0,
+        {},
+    ),
+    "qwen3next": (
+        "qwen3_next",
+        {**DELTA_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 96, "mlp_only_layers": []},
+        KINDS.Q8_0,
+        {},
+    ),
+    "lfm2": ("lfm2", {**CONV_LAYERS, "block_multiple_of": 32, "tie_word_embeddings": True}, KINDS.Q4_0, {}),
+    "lfm2moe": (
+        "lfm2_moe",
+        {**CONV_LAYERS, **EXPERTS, "num_dense_layers": 1},
+        KINDS.Q8_0,
+        {},
+    ),
+    "granitehybrid": (
+        "granitemoehybrid",
+        MAMBA_LAYERS,
+        KINDS.Q8_0,
+        {},
+    ),
+    "granitehybrid, experts": (
+        "granitemoehybrid",
+        {
+            **MAMBA_LAYERS,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 96,
+        },
+        KINDS.Q4_0,
+        {"tensor_parallel_size": 2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+        KINDS.Q8_0,
+        {},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 96,
+            "n_group": 1,
+        },
+        KINDS.Q4_0,
+        {"tensor_parallel_size": 2},
+    ),
     "youtu": ("youtu", {**LATENT, "tie_word_embeddings": True, "attention_bias": True}, KINDS.Q4_0, {}),
 }
 # Matrices of another kind, by the end of their names.
@@ -190,7 +301,8 @@ def make_twins(name: str, folder: Path, file: Path, num_parts: int = 1) -> Path:
     return twin
 
 
-# Those with what others do not have: rows in another order, divided tensors, experts in one tensor, norms plus one.
+# Those with what others do not have: rows or inputs in another order, divided tensors, experts in one tensor, norms
+# plus one, vectors in several dimensions.
 QUICK = (
     "llama",
     "qwen2",
@@ -200,6 +312,9 @@ QUICK = (
     "granite, biases",
     "gpt-oss",
     "deepseek-v3",
+    "gemma4, shared",
+    "qwen35, K types",
+    "nemotron_h",
 )
 
 

@@ -233,6 +233,18 @@ def test_parts_and_rows_put_together_are_those_of_the_values(kind: str) -> None:
         QuantizedWeight.cat([weight, make("fp4", 20, 90, 32)])
 
 
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_runs_of_inputs_in_another_order_are_those_of_the_values(kind: str) -> None:
+    weight, order = make(kind, 8, 512, 32), torch.tensor([3, 0, 2, 1])
+    expected = weight.dequantize().unflatten(1, (4, 128))[:, order].flatten(1)
+    assert torch.equal(weight.with_inputs(order, 128).dequantize(), expected)
+    with pytest.raises(ValueError, match="divide a group"):
+        weight.with_inputs(torch.arange(32), 16)
+    whole = make(kind, 8, 64, 64)
+    moved = whole.with_inputs(torch.arange(7, -1, -1), 8).dequantize()
+    assert torch.equal(moved, whole.dequantize().unflatten(1, (8, 8)).flip(1).flatten(1))
+
+
 def test_refuses_what_does_not_fit_together() -> None:
     codes, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
     with pytest.raises(ValueError, match="neither a multiple of 16"):

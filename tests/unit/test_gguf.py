@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from penstock.config.engine import EngineArgs, resolve
-from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile
+from penstock.config.gguf.architectures import read_config
+from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile, open_gguf
 from penstock.config.gguf.folder import unpack_gguf, unpacked_file
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
@@ -216,7 +217,7 @@ def test_byte_pairs_divide_words_as_the_family_does(tmp_path: Path) -> None:
         "tokenizer__chat_template": "{{ messages[0].content }}<|end|>",
     }
     found: dict[str, list[str]] = {}
-    for pre, begins in (("qwen2", False), ("llama-bpe", True)):
+    for pre, begins in (("qwen2", False), ("qwen35", False), ("llama-bpe", True), ("lfm2", True)):
         file = tmp_path / f"{pre}.gguf"
         names = {"tokenizer__ggml__pre": pre, "tokenizer__ggml__add_bos_token": begins}
         write(file, embedding(len(tokens)), **SHAPE, **vocabulary, **names)
@@ -231,6 +232,92 @@ def test_byte_pairs_divide_words_as_the_family_does(tmp_path: Path) -> None:
     shared = ["<|end|>", "\u010a", "<think>"]
     assert found["qwen2"] == ["abc", "\u0120", "1", "2", "3", *shared]
     assert found["llama-bpe"] == [tokens[0], "abc", "\u0120", "123", *shared]
+    assert (found["qwen35"], found["lfm2"]) == (found["qwen2"], found["llama-bpe"])
+
+
+def test_the_pieces_of_gemma_4_have_a_list_of_merges(tmp_path: Path) -> None:
+    space = "\u2581"
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", "<bos>", *"abc\n", space, "ab", "bc", f"{space}a"]
+    tokens += ["\n\n", "abc"]
+    vocabulary = {
+        "tokenizer__ggml__model": "gemma4",
+        "tokenizer__ggml__tokens": tokens,
+        "tokenizer__ggml__token_type": [6] * 256 + [2, 3] + [1] * (len(tokens) - 258),
+        # By their order bc comes before ab, so that abc is never made.
+        "tokenizer__ggml__merges": ["b c", f"{space} a", "a b", "\n \n", "ab c"],
+        "tokenizer__ggml__bos_token_id": 257,
+        "tokenizer__ggml__add_bos_token": True,
+        "tokenizer__ggml__add_space_prefix": False,
+    }
+    write(tmp_path / "a.gguf", embedding(len(tokens)), **SHAPE, **vocabulary)
+    tokenizer = Tokenizer(unpack_gguf(tmp_path / "a.gguf"), len(tokens))
+    pieces = [tokens[number] for number in tokenizer.encode("abc ab\n\n\u00e9")]
+    assert pieces == ["<bos>", "a", "bc", f"{space}a", "b", "\n\n", "<0xC3>", "<0xA9>"]
+    write(tmp_path / "b.gguf", embedding(len(tokens)), **SHAPE, **{**vocabulary, "tokenizer__ggml__merges": 5})
+    with pytest.raises(ConfigError, match=r"b\.gguf has no tokenizer\.ggml\.merges"):
+        unpack_gguf(tmp_path / "b.gguf")
+
+
+HYBRID = {
+    "attention__head_count": 4,
+    "attention__key_length": 16,
+    "attention__layer_norm_rms_epsilon": 1e-6,
+    "feed_forward_length": 96,
+    "embedding_length": 64,
+    "block_count": 1,
+    "context_length": 128,
+    "ssm__conv_kernel": 4,
+    "ssm__state_size": 8,
+    "ssm__group_count": 2,
+    "ssm__time_step_rank": 4,
+    "ssm__inner_size": 64,
+}
+
+
+def write_hybrid(file: Path, tensors: dict[str, np.ndarray], architecture: str = "qwen3next", **changes: Any) -> None:
+    stored = {name: (values, gguf.GGMLQuantizationType.F32) for name, values in tensors.items()}
+    fields = {f"{architecture}__{name}": value for name, value in {**HYBRID, **changes}.items()}
+    write(file, {**embedding(), **stored}, architecture=architecture, **fields)
+
+
+def test_files_of_qwen3_next_have_two_layouts(tmp_path: Path) -> None:
+    """In older ones queries, keys, values and gates are one tensor, and rates always are, by key head."""
+    name = "model.layers.0.linear_attn."
+    rates = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+    older = np.arange(160 * 64, dtype=np.float32).reshape(160, 64)
+    write_hybrid(tmp_path / "older.gguf", {"blk.0.ssm_in.weight": older, "blk.0.ssm_ba.weight": rates})
+    with closing(GGUFSource(tmp_path / "older.gguf")) as source:
+        assert torch.equal(dense(source.read(f"{name}in_proj_qkvz.weight", (160, 64))), torch.from_numpy(older))
+        assert torch.equal(dense(source.read(f"{name}in_proj_ba.weight", (8, 64))), torch.from_numpy(rates))
+    write_hybrid(tmp_path / "newer.gguf", {"blk.0.attn_qkv.weight": older[:96], "blk.0.ssm_ba.weight": rates})
+    with closing(GGUFSource(tmp_path / "newer.gguf")) as source:
+        assert not source.has(f"{name}in_proj_qkvz.weight")
+        found = [dense(source.read(f"{name}in_proj_{kind}.weight", (4, 64))) for kind in "ba"]
+    assert torch.equal(torch.cat(found), torch.from_numpy(rates[[0, 1, 4, 5, 2, 3, 6, 7]]))
+
+
+def test_a_damaged_file_of_a_hybrid_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.linear_attn.A_log"
+    for number, (rates, message) in enumerate(
+        (
+            (np.array([-1, 0, -1, -1], np.float32), "blk.0.ssm_a cannot be used: minus the exp"),
+            (np.array([-1, np.nan, -1, -1], np.float32), "blk.0.ssm_a cannot be used: minus the exp"),
+            (-np.ones(5, np.float32), r"blk.0.ssm_a has shape \[5\], not \[4\]"),
+        )
+    ):
+        write_hybrid(tmp_path / f"{number}.gguf", {"blk.0.ssm_a": rates})
+        with closing(GGUFSource(tmp_path / f"{number}.gguf")) as source, pytest.raises(ConfigError, match=message):
+            source.read(name, (4,))
+    for architecture, changes, message in (
+        ("qwen35", {"ssm__time_step_rank": 0}, "the fields qwen35.* cannot be used: .* by zero"),
+        ("lfm2", {"attention__head_count_kv": [1, 0], "shortconv__l_cache": 3}, "has 2 values for 1 layers"),
+        ("granitehybrid", {"ssm__inner_size": "x", "logit_scale": 1.0}, "the fields granitehybrid.* cannot be used"),
+        ("nemotron_h", {"feed_forward_length": [1, 2, 3]}, "a field has 3 values for 1 layers"),
+        ("gemma4", {}, "lacks the field gemma4.attention.sliding_window_pattern"),
+    ):
+        write_hybrid(tmp_path / "a.gguf", {}, architecture, **{"attention__head_count_kv": 2, **changes})
+        with pytest.raises(ConfigError, match=message):
+            read_config(open_gguf(tmp_path / "a.gguf"))
 
 
 VOCABULARY = {

@@ -7,6 +7,7 @@ Weights whose inputs are quantized too (`quantizes_inputs`) are the exception: t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -207,6 +208,34 @@ class QuantizedWeight:
         factors = None if self.factors is None else self.factors[:, order]
         codes = self.codes[order]
         return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima, factors=factors)
+
+    def with_inputs(self, order: torch.Tensor, run: int) -> QuantizedWeight:
+        """Returns the runs of so many inputs in the given order, [runs] int64.
+
+        Raises ValueError if a run divides a group.
+        """
+        if self.scales.shape[1] > 1 and run % self.group:
+            raise ValueError(f"runs of {run} inputs divide a group of {self.group}")
+        codes = self.codes.unflatten(1, (-1, run))[:, order].flatten(1)
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes)
+        groups = (order[:, None] * (run // self.group) + torch.arange(run // self.group)).flatten()
+        scales, zeros, minima = (None if each is None else each[:, groups] for each in self._numbers)
+        assert scales is not None
+        factors, factor_groups = self.factors, self.factor_groups
+        if factors is not None:
+            # Of a block of groups, some may go one way and others another.
+            factor_groups = math.gcd(run // self.group, factor_groups)
+            factors = factors[:, :, groups[::factor_groups] // self.factor_groups]
+        return replace(
+            self,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            minima=minima,
+            factors=factors,
+            factor_groups=factor_groups,
+        )
 
     @staticmethod
     def cat(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -12,18 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.gguf.families import FAMILIES, MIXTRAL, Family, head_size
-from penstock.config.gguf.file import GGUFFile
+from penstock.config.gguf.families import FAMILIES, WITH_EXPERTS
+from penstock.config.gguf.family import Family, head_size, largest
+from penstock.config.gguf.file import GGUFFile, read_vector
 from penstock.config.quantization import GGUF
 from penstock.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is. An expert's is one of the first dimension of a tensor that holds them all."""
+    """Where a tensor is. An expert's is one of the first dimension of a tensor that holds them all. With `half` the
+    tensor has the rows of two, of which these are the first (0) or the second (1); with `second` that tensor has the
+    second half of the rows.
+    """
 
     name: str
     expert: int | None = None
+    half: int | None = None
+    second: str | None = None
 
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -40,7 +46,14 @@ _LAYER = {
 }
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(.+)")
+# Tensors that a file may have together with another in one, and which half of that they are.
+_JOINED = {
+    "ffn_gate_exps": ("ffn_gate_up_exps", 0),
+    "ffn_up_exps": ("ffn_gate_up_exps", 1),
+    "ssm_beta": ("ssm_ba", 0),
+    "ssm_alpha": ("ssm_ba", 1),
+}
 
 
 def family_of(file: GGUFFile) -> Family:
@@ -51,8 +64,8 @@ def family_of(file: GGUFFile) -> Family:
             f"{file.path} has the architecture {architecture!r}, and Penstock reads GGUF files of "
             f"{', '.join(FAMILIES)}: use the safetensors checkpoint"
         )
-    if architecture == "llama" and file.metadata.get("llama.expert_count"):
-        return MIXTRAL
+    if architecture in WITH_EXPERTS and file.metadata.get(f"{architecture}.expert_count"):
+        return WITH_EXPERTS[architecture]
     return FAMILIES[architecture]
 
 
@@ -68,24 +81,37 @@ class TensorNames:
     def __init__(self, file: GGUFFile) -> None:
         self.family = family_of(file)
         self._names = {**_LAYER, **self.family.tensors}
+        self._outer = {**_OUTER, **self.family.outer}
+        self._stored = file.tensors.keys()
 
     def find(self, name: str) -> Place | None:
         """Returns where the file would have a tensor, None if it has no name for it."""
         module, _, kind = name.rpartition(".")
-        if module in _OUTER:
-            return Place(f"{_OUTER[module]}.{kind}")
-        in_layer = _IN_LAYER.fullmatch(module)
+        if module in self._outer:
+            return Place(f"{self._outer[module]}.{kind}")
+        in_layer = _IN_LAYER.fullmatch(name)
         if in_layer is None:
             return None
         layer, part = in_layer.groups()
         expert = _EXPERT.fullmatch(part)
         if expert is not None:
             part = f"{expert[1]}.{expert[3]}"
-        if f"{part}.{kind}" in self._names:
-            return Place(f"blk.{layer}.{self._names[f'{part}.{kind}']}")
-        if part not in self._names:
+        if part in self._names:
+            return Place(f"blk.{layer}.{self._names[part]}")
+        module = part.removesuffix(f".{kind}")
+        number = None if expert is None else int(expert[2])
+        if module in self.family.halves:
+            first, second = (f"blk.{layer}.{half}.{kind}" for half in self.family.halves[module])
+            return Place(first, number, second=second)
+        if module not in self._names:
             return None
-        return Place(f"blk.{layer}.{self._names[part]}.{kind}", None if expert is None else int(expert[2]))
+        place = f"blk.{layer}.{self._names[module]}.{kind}"
+        if place not in self._stored and self._names[module] in _JOINED:
+            joined, half = _JOINED[self._names[module]]
+            joined = f"blk.{layer}.{joined}.{kind}"
+            if joined in self._stored:
+                return Place(joined, number, half)
+        return Place(place, number)
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
@@ -102,7 +128,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         # Older files do not say it; only a router of sigmoids has a bias for the choice.
         fields["expert_gating_func"] = 1 + any(name.endswith("exp_probs_b.bias") for name in file.tensors)
     try:
-        return _common(file, family, fields, embedding.shape[0]) | family.fields(fields)
+        common = _common(file, family, fields, embedding.shape[0])
+        return common | family.fields(fields) | family.tensor_fields(file, fields)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(f"{file.path}: the fields {prefix}* cannot be used: {error}") from None
     except KeyError as error:
@@ -112,6 +139,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
 def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     num_heads = fields["attention.head_count"]
     dense = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    # A model without dense layers may have this alone.
+    inner = "expert_feed_forward_length"
+    inner = "feed_forward_length" if "feed_forward_length" in fields or inner not in fields else inner
     norm = "layer_norm" if family.model_type == "cohere2" else "layer_norm_rms"
     has_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv", "attn_kv_a_mqa"))
     return {
@@ -120,10 +150,10 @@ def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_siz
         "torch_dtype": "float16" if dense <= {"F16", "F32"} and "F16" in dense else "bfloat16",
         "vocab_size": vocab_size,
         "hidden_size": fields["embedding_length"],
-        "intermediate_size": fields["feed_forward_length"],
+        "intermediate_size": largest(fields[inner]),
         "num_hidden_layers": fields["block_count"],
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.get("attention.head_count_kv", num_heads),
+        "num_key_value_heads": largest(fields.get("attention.head_count_kv", num_heads)),
         "head_dim": head_size(fields),
         "max_position_embeddings": fields["context_length"],
         "rms_norm_eps": fields[f"attention.{norm}_epsilon"],
@@ -151,7 +181,7 @@ def _formats(file: GGUFFile) -> list[str]:
 def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Llama 3's rule is stored as what it does: a divisor for every frequency."""
     if "rope_freqs.weight" in file.tensors:
-        divisors = _frequencies(file, "rope_freqs.weight")
+        divisors = read_vector(file, "rope_freqs.weight")
         return {
             "rope_type": "longrope",
             "short_factor": divisors,
@@ -162,8 +192,8 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
     if "rope_factors_long.weight" in file.tensors:
         return {
             "rope_type": "longrope",
-            "short_factor": _frequencies(file, "rope_factors_short.weight"),
-            "long_factor": _frequencies(file, "rope_factors_long.weight"),
+            "short_factor": read_vector(file, "rope_factors_short.weight"),
+            "long_factor": read_vector(file, "rope_factors_long.weight"),
             "original_max_position_embeddings": fields["rope.scaling.original_context_length"],
             "attention_factor": fields.get("rope.scaling.attn_factor"),
         }
@@ -179,11 +209,3 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
             if f"rope.scaling.{stored}" in fields:
                 scaling[name] = fields[f"rope.scaling.{stored}"]
     return scaling | family.scaling(fields)
-
-
-def _frequencies(file: GGUFFile, name: str) -> list[float]:
-    """Returns a number for every frequency. Raises ConfigError if the tensor is no list of float32."""
-    tensor = file.tensors.get(name)
-    if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise ConfigError(f"{file.path}: {name} must be F32 numbers in one dimension")
-    return file.rows(name, 0, 1).view("<f4")[0].tolist()

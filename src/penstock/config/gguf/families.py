@@ -6,35 +6,22 @@ out, because llama.cpp itself knows the family's value, is added here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.config.rope import FULL, SLIDING
-
-Fields = Mapping[str, Any]
-"""An architecture's metadata, without the architecture's name before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """`tensors` are the names that differ from Llama's; one with a point is the tensor's whole name. `has_pairs` says
-    that rows of queries and keys were reordered for a rotation of neighbours, and `norm_offset` what was added to the
-    weights of norms. `fields` and `scaling` return fields of `config.json`, and of its `rope_scaling` if there is one.
-    """
-
-    model_type: str
-    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
-    has_pairs: bool = False
-    norm_offset: float = 0.0
-    fields: Callable[[Fields], dict[str, Any]] = lambda _: {}
-    scaling: Callable[[Fields], dict[str, Any]] = lambda _: {}
-
-
-def head_size(fields: Fields) -> int:
-    """Returns the size of a head of keys. Raises KeyError if the fields do not tell."""
-    size = fields.get("attention.key_length")
-    return fields["embedding_length"] // fields["attention.head_count"] if size is None else size
+from penstock.config.gguf.family import (
+    EXPERTS,
+    HEAD_NORMS,
+    ROUTED,
+    Family,
+    Fields,
+    by_layer,
+    head_size,
+    qwen3_experts,
+    rotated_part,
+)
+from penstock.config.gguf.file import GGUFFile, read_vector
+from penstock.config.gguf.hybrids import HYBRIDS, HYBRIDS_WITH_EXPERTS
+from penstock.config.rope import FULL, PROPORTIONAL, SLIDING
 
 
 def _windows(fields: Fields, period: int) -> dict[str, Any]:
@@ -44,20 +31,6 @@ def _windows(fields: Fields, period: int) -> dict[str, Any]:
     if isinstance(pattern, int):
         return {**window, "sliding_window_pattern": pattern}
     return {**window, "layer_types": [SLIDING if is_sliding else FULL for is_sliding in pattern.tolist()]}
-
-
-def _rotated_part(fields: Fields) -> dict[str, Any]:
-    size = head_size(fields)
-    return {"partial_rotary_factor": fields.get("rope.dimension_count", size) / size}
-
-
-def _qwen3_moe(fields: Fields) -> dict[str, Any]:
-    return {
-        "num_experts": fields["expert_count"],
-        "num_experts_per_tok": fields["expert_used_count"],
-        "moe_intermediate_size": fields["expert_feed_forward_length"],
-        "norm_topk_prob": True,
-    }
 
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
@@ -90,7 +63,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     """A window of 0 is none."""
-    return {**_rotated_part(fields), "sliding_window": fields.get("attention.sliding_window") or None}
+    return {**rotated_part(fields), "sliding_window": fields.get("attention.sliding_window") or None}
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
@@ -101,6 +74,50 @@ def _granite(fields: Fields) -> dict[str, Any]:
         "residual_multiplier": fields.get("residual_scale", 1.0),
         "attention_multiplier": fields.get("attention.scale", head_size(fields) ** -0.5),
         "logits_scaling": fields["logit_scale"],
+    }
+
+
+def _gemma4(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    """Which values are keys, and which part of a head is rotated without a window, only the tensors tell: frequencies
+    that are not rotated have a huge divisor.
+    """
+    num_layers, name = fields["block_count"], "rope_freqs.weight"
+    windows = fields["attention.sliding_window_pattern"].tolist()
+    kinds = [SLIDING if is_sliding else FULL for is_sliding in windows]
+    inner, kv_heads = (
+        by_layer(fields[name], num_layers) for name in ("feed_forward_length", "attention.head_count_kv")
+    )
+    full, sliding = (kinds.index(kind) if kind in kinds else 0 for kind in (FULL, SLIDING))
+    table = file.tensors.get("per_layer_token_embd.weight")
+    divisors = read_vector(file, name) if name in file.tensors else []
+    factor = sum(divisor == 1.0 for divisor in divisors) / len(divisors) if divisors else 1.0
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds,
+        "sliding_window": fields["attention.sliding_window"],
+        "head_dim": fields["attention.key_length_swa"],
+        "global_head_dim": fields["attention.key_length"],
+        "num_key_value_heads": kv_heads[sliding],
+        "num_global_key_value_heads": kv_heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": fields.get("attention.shared_kv_layers", 0),
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "hidden_size_per_layer_input": fields.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": table.shape[0] if table is not None else 0,
+        "final_logit_softcapping": fields.get("final_logit_softcapping"),
+        "rope_parameters": {
+            FULL: {
+                "rope_type": PROPORTIONAL,
+                "partial_rotary_factor": factor,
+                "rope_theta": fields.get("rope.freq_base", 1e6),
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": fields.get("rope.freq_base_swa", 1e4)},
+        },
+        "enable_moe_block": bool(fields.get("expert_count")),
+        "num_experts": fields.get("expert_count"),
+        "top_k_experts": fields.get("expert_used_count"),
+        "moe_intermediate_size": fields.get("expert_feed_forward_length"),
     }
 
 
@@ -183,13 +200,6 @@ def _ministral_scaling(fields: Fields) -> dict[str, Any]:
     return {**scales, "llama_4_scaling_beta": fields.get("attention.temperature_scale")}
 
 
-_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-_EXPERTS = {
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
-_ROUTED = {**_EXPERTS, "mlp.gate": "ffn_gate_inp"}
 _SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -203,7 +213,7 @@ _LATENT = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
-    **_ROUTED,
+    **ROUTED,
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
@@ -215,41 +225,70 @@ _GLM4 = {
     "mlp.gate_up_proj": "ffn_up",
 }
 _GPT_OSS = {
-    **_EXPERTS,
+    **EXPERTS,
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
     "self_attn.sinks": "attn_sinks.weight",
 }
+_GEMMA4 = {
+    **HEAD_NORMS,
+    **_SANDWICH,
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "layer_scalar": "layer_output_scale.weight",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+_GEMMA4_OUTER = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+
+
 # llama.cpp's `general.architecture` -> the family.
 FAMILIES = {
     "llama": Family("llama", has_pairs=True),
     "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3", _HEAD_NORMS),
-    "qwen3moe": Family("qwen3_moe", {**_HEAD_NORMS, **_ROUTED}, fields=_qwen3_moe),
+    "qwen3": Family("qwen3", HEAD_NORMS),
+    "qwen3moe": Family("qwen3_moe", {**HEAD_NORMS, **ROUTED}, fields=qwen3_experts),
     "gemma2": Family("gemma2", _SANDWICH, norm_offset=1.0, fields=_gemma2),
-    "gemma3": Family("gemma3_text", {**_HEAD_NORMS, **_SANDWICH}, norm_offset=1.0, fields=_gemma3),
+    "gemma3": Family("gemma3_text", {**HEAD_NORMS, **_SANDWICH}, norm_offset=1.0, fields=_gemma3),
     "phi3": Family("phi3", {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}, fields=_phi3),
     "granite": Family("granite", has_pairs=True, fields=_granite),
     # llama.cpp knows which layers have no rotation: every fourth, which is the default here too.
     "smollm3": Family("smollm3", has_pairs=True),
-    "olmo2": Family("olmo2", {**_HEAD_NORMS, **_AFTER}, fields=_olmo),
-    "exaone4": Family("exaone4", {**_HEAD_NORMS, **_AFTER}, fields=_exaone4),
+    "olmo2": Family("olmo2", {**HEAD_NORMS, **_AFTER}, fields=_olmo),
+    "exaone4": Family("exaone4", {**HEAD_NORMS, **_AFTER}, fields=_exaone4),
     "cohere2": Family("cohere2", fields=_cohere2),
     "mistral3": Family("ministral3", has_pairs=True, scaling=_ministral_scaling),
-    "glm4": Family("glm4", _GLM4, fields=_rotated_part),
+    "glm4": Family("glm4", _GLM4, fields=rotated_part),
     # Its YaRN does not round the limits between frequencies, which the files do not say.
     "gpt-oss": Family("gpt_oss", _GPT_OSS, fields=_gpt_oss, scaling=lambda _: {"truncate": False}),
     "deepseek2": Family("deepseek_v3", _LATENT, fields=_deepseek, scaling=_deepseek_scaling),
+    "gemma4": Family("gemma4_text", _GEMMA4, _GEMMA4_OUTER, tensor_fields=_gemma4),
+    **HYBRIDS,
 }
-# A "llama" with experts.
-MIXTRAL = Family(
-    "mixtral",
-    {
-        "block_sparse_moe.gate": "ffn_gate_inp",
-        "block_sparse_moe.experts.w1": "ffn_gate_exps",
-        "block_sparse_moe.experts.w2": "ffn_down_exps",
-        "block_sparse_moe.experts.w3": "ffn_up_exps",
-    },
-    has_pairs=True,
-    fields=_mixtral,
-)
+# The same for files with experts, if their tensors have other names.
+WITH_EXPERTS = {
+    "llama": Family(
+        "mixtral",
+        {
+            "block_sparse_moe.gate": "ffn_gate_inp",
+            "block_sparse_moe.experts.w1": "ffn_gate_exps",
+            "block_sparse_moe.experts.w2": "ffn_down_exps",
+            "block_sparse_moe.experts.w3": "ffn_up_exps",
+        },
+        has_pairs=True,
+        fields=_mixtral,
+    ),
+    **HYBRIDS_WITH_EXPERTS,
+}

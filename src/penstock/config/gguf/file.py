@@ -211,6 +211,14 @@ class GGUFFile:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
 
+def read_vector(file: GGUFFile, name: str) -> list[float]:
+    """Returns the numbers of a tensor. Raises ConfigError if it is no list of float32."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise ConfigError(f"{file.path}: {name} must be F32 numbers in one dimension")
+    return file.rows(name, 0, 1).view("<f4")[0].tolist()
+
+
 def part_paths(path: Path) -> list[Path]:
     """Returns the files of a model of which one is given: by its name that one, or all its parts in order. Raises
     ConfigError if a part is missing.

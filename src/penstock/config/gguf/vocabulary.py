@@ -1,7 +1,8 @@
 """A GGUF file's vocabulary as the contents of `tokenizer.json` and `tokenizer_config.json`.
 
 llama.cpp stores a vocabulary by its model: "gpt2" is byte-level byte pair encoding with a list of merges and the name
-of the rule that divides a text into words (`tokenizer.ggml.pre`); "llama" is that of SentencePiece, with scores.
+of the rule that divides a text into words (`tokenizer.ggml.pre`); "llama" is that of SentencePiece, with scores, and
+"gemma4" the same with a list of merges.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ _END_TOKENS = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|return|>",
     "<|call|>",
 )
 # gpt-oss has these, and "<|end|>" between the messages of an answer.
 _HARMONY = {"<|return|>", "<|call|>"}
-_BEGINNING = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words of models whose prompts begin with a token for it
+# Words of models whose prompts begin with a token for it.
+# Words of models whose prompts begin with a token for it.
+_BEGINNING = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 # Longer tokens are no words, and splitting one takes time that grows with the square of its length.
 _MOST_CHARACTERS = 1024
 _SPACE = "\u2581"
@@ -38,6 +42,10 @@ _AFTER_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # The words of a text, as the families' own tokenizers divide it: numbers of up to three digits, or single digits.
 _BY_THREE = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_WORDS
 _BY_DIGIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_WORDS
+# The same with marks as parts of words.
+_BY_DIGIT_WITH_MARKS = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 
@@ -80,7 +88,9 @@ _WORDS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _LLAMA3,  # SmolLM3
+    "lfm2": _LLAMA3,
     "qwen2": _Words((_BY_DIGIT,), is_normalized=True),
+    "qwen35": _Words((_BY_DIGIT_WITH_MARKS,), is_normalized=True),
     "dbrx": _Words((_BY_THREE,)),  # OLMo 2, Phi-4
     "glm4": _Words((_BY_THREE,)),
     "chatglm-bpe": _Words((_BY_THREE,)),
@@ -118,13 +128,13 @@ def read_tokenizer(file: GGUFFile) -> dict[str, Any]:
     try:
         if model == "gpt2":
             return _byte_pairs(file)
-        if model == "llama":
+        if model in ("llama", "gemma4"):
             return _sentence_pieces(file)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{file.path}: its vocabulary cannot be read: {error}") from None
     raise ConfigError(
-        f"{file.path}: tokenizer.ggml.model is {model!r}, and Penstock reads gpt2 and llama: pass --tokenizer FOLDER "
-        "with the model's tokenizer.json"
+        f"{file.path}: tokenizer.ggml.model is {model!r}, and Penstock reads gpt2, llama and gemma4: pass --tokenizer "
+        "FOLDER with the model's tokenizer.json"
     )
 
 
@@ -174,9 +184,7 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
             "FOLDER with the model's tokenizer.json"
         )
     rule = _WORDS[words]
-    merges = file.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ConfigError(f"{file.path} has no tokenizer.ggml.merges: it is damaged")
+    merges = _merges(file)
     tokens = _tokens(file)
     return {
         "version": "1.0",
@@ -205,22 +213,12 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
 
 def _sentence_pieces(file: GGUFFile) -> dict[str, Any]:
     """SentencePiece's byte pairs (Kudo and Richardson 2018, arXiv:1808.06226): of two tokens that are neighbours those
-    are merged whose union has the highest score.
+    are merged whose union has the highest score, or that are first in the file's list.
     """
     tokens = _tokens(file)
-    scores = _numbers(file, "scores")
-    if len(scores) != len(tokens):
-        raise ConfigError(f"{file.path} has no score for every token (tokenizer.ggml.scores): it is damaged")
     types = _types(file, tokens)
-    vocabulary = _vocabulary(tokens)
-    ranked = [number for _, number in sorted((-score, number) for number, score in enumerate(scores))]
-    merges: list[list[str]] = []
-    for number in ranked:
-        token = tokens[number]
-        if types[number] not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE) and len(token) <= _MOST_CHARACTERS:
-            splits = ((token[:at], token[at:]) for at in range(1, len(token)))
-            known = [(vocabulary[a], vocabulary[b]) for a, b in splits if a in vocabulary and b in vocabulary]
-            merges += [[tokens[a], tokens[b]] for a, b in sorted(known)]
+    is_ranked = file.metadata["tokenizer.ggml.model"] == "gemma4"
+    merges = _merges(file) if is_ranked else _merges_by_score(file, tokens, types)
     prepends = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prepends else []
@@ -244,13 +242,36 @@ def _sentence_pieces(file: GGUFFile) -> dict[str, Any]:
         },
         "model": {
             "type": "BPE",
-            "vocab": vocabulary,
+            "vocab": _vocabulary(tokens),
             "merges": merges,
             "unk_token": next((tokens[n] for n, kind in enumerate(types) if kind == _UNKNOWN), None),
             "fuse_unk": True,
             "byte_fallback": True,
         },
     }
+
+
+def _merges(file: GGUFFile) -> list[Any]:
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ConfigError(f"{file.path} has no tokenizer.ggml.merges: it is damaged")
+    return merges  # pyright: ignore[reportUnknownVariableType]
+
+
+def _merges_by_score(file: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> list[list[str]]:
+    scores = _numbers(file, "scores")
+    if len(scores) != len(tokens):
+        raise ConfigError(f"{file.path} has no score for every token (tokenizer.ggml.scores): it is damaged")
+    vocabulary = _vocabulary(tokens)
+    ranked = [number for _, number in sorted((-score, number) for number, score in enumerate(scores))]
+    merges: list[list[str]] = []
+    for number in ranked:
+        token = tokens[number]
+        if types[number] not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE) and len(token) <= _MOST_CHARACTERS:
+            splits = ((token[:at], token[at:]) for at in range(1, len(token)))
+            known = [(vocabulary[a], vocabulary[b]) for a, b in splits if a in vocabulary and b in vocabulary]
+            merges += [[tokens[a], tokens[b]] for a, b in sorted(known)]
+    return merges
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:

@@ -6,7 +6,9 @@ is a code times the scale of its group, or that less the group's minimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,15 @@ import torch
 from tqdm import tqdm
 
 from penstock.config.gguf.architectures import Place, TensorNames, fields_of
-from penstock.config.gguf.families import head_size
 from penstock.config.gguf.file import GGUFFile, StoredTensor, open_gguf
-from penstock.kernels.quantized import E2M1, QuantizedWeight, dense, integers, signed_integers
+from penstock.kernels.quantized import E2M1, QuantizedWeight, dense, integers, reordered, signed_integers
+from penstock.models.sources.gguf_orders import Orders
 from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
 from penstock.utils.errors import ConfigError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP = 32
+_THREE = 3
 # What `attn_kv_b` is divided into: for every head, what makes keys, transposed, and what makes values.
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 
@@ -32,7 +35,7 @@ class GGUFSource:
     def __init__(self, path: Path) -> None:
         self._file = open_gguf(path)
         self._names = TensorNames(self._file)
-        self._head_dim = head_size(fields_of(self._file))
+        self._orders = Orders(self._names.family, fields_of(self._file))
         total = len(self._file.tensors)
         self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=PROGRESS_DELAY_SECONDS)
 
@@ -49,42 +52,83 @@ class GGUFSource:
         if latent_parts is not None:
             self._progress.update(2)
             return self._join_latent(latent_parts, shape, part)
-        if place is None or place.name not in self._file.tensors:
-            missing = name if place is None else f"{place.name} ({name})"
-            raise ConfigError(f"{self._file.path} has no tensor {missing}: it is incomplete or another model's")
-        stored = self._file.tensors[place.name]
-        found = stored.shape if place.expert is None else stored.shape[1:]
-        if place.expert is not None and place.expert >= stored.shape[0]:
-            raise ConfigError(f"{self._file.path}: {place.name} has no expert {place.expert}")
-        if found != tuple(shape):
-            raise ConfigError(f"{self._file.path}: {place.name} has shape {list(found)}, not {list(shape)}")
+        if place is None:
+            raise ConfigError(f"{self._file.path} has no tensor {name}: it is incomplete or another model's")
+        if len(shape) < _THREE:
+            return self._read(name, place, shape, part)
+        if shape[1] == 1:
+            # Taps of every channel.
+            return dense(self._read(name, place, (shape[0], shape[2]), part[:1])).unsqueeze(1)
+        assert part[0].stop == part[0].start + 1, f"experts {part[0]} of {name}"
+        found = self._read(name, replace(place, expert=part[0].start), shape[1:], part[1:])
+        return found if isinstance(found, QuantizedWeight) else found[None]
+
+    def _read(self, name: str, place: Place, shape: Sequence[int], part: Part) -> torch.Tensor | QuantizedWeight:
+        """Reads a part of a vector or a matrix."""
+        self._check(name, place, shape)
         self._progress.update()
         try:
-            return self._read(name, place, stored, shape, part)
+            if len(shape) == 1:
+                return self._vector(name, place, self._orders.rows(name, shape[0], place.half))[part[0]]
+            return self._matrix(name, place, shape, part)
         except ValueError as error:
             raise ConfigError(f"{self._file.path}: {place.name} cannot be used: {error}") from None
 
-    def _read(
-        self, name: str, place: Place, stored: StoredTensor, shape: Sequence[int], part: Part
-    ) -> torch.Tensor | QuantizedWeight:
-        if len(shape) == 1:
-            row = 0 if place.expert is None else place.expert
-            values = self._floats(place.name, stored, row, row + 1)[0]
-            module = name.rpartition(".")[0]
-            if module.endswith("norm"):
-                values = values.float() - self._names.family.norm_offset
-            elif self._rotates_pairs(name):
-                values = values[self._order(0, len(values))]
-            return values[part[0]]
+    def _matrix(self, name: str, place: Place, shape: Sequence[int], part: Part) -> torch.Tensor | QuantizedWeight:
         first, end, _ = part[0].indices(shape[0])
+        order = self._orders.rows(name, shape[0], place.half)
+        if order is None:
+            rows = self._rows(place, shape[0], first, end)
+        else:
+            # The rows between the first and the last are read too; of reordered heads these are a few.
+            order = order[first:end]
+            first, end = (int(order.min()), int(order.max()) + 1) if len(order) else (0, 0)
+            rows = reordered(self._rows(place, shape[0], first, end), order - first)
+        inputs = self._orders.inputs(name)
+        if inputs is not None:
+            rows = _with_inputs(rows, *inputs)
         columns = part[1] if len(part) > 1 else slice(None)
-        if not self._rotates_pairs(name):
-            return self._rows(place, stored, first, end, columns)
-        # Whole heads are read, whose rows are in another order.
-        begin, stop = first // self._head_dim * self._head_dim, -(-end // self._head_dim) * self._head_dim
-        rows = self._rows(place, stored, begin, stop, columns)
-        order = self._order(begin, stop)[first - begin : end - begin]
-        return rows.reordered(order) if isinstance(rows, QuantizedWeight) else rows[order]
+        return rows.part(columns=columns) if isinstance(rows, QuantizedWeight) else rows[:, columns]
+
+    def _vector(self, name: str, place: Place, order: torch.Tensor | None) -> torch.Tensor:
+        stored = self._file.tensors[place.name]
+        rows = range(stored.num_rows) if place.expert is None else range(place.expert, place.expert + 1)
+        values, family = self._floats(place.name, stored, rows.start, rows.stop).flatten(), self._names.family
+        if order is not None:
+            values = values[order]
+        module = name.rpartition(".")[0]
+        if module.endswith("norm") and not module.endswith(family.plain_norms):
+            values = values.float() - family.norm_offset
+        elif name.endswith("A_log"):
+            if not (values < 0).all():
+                raise ValueError("minus the exponential of a number is negative")
+            values = (-values.float()).log()
+        return values
+
+    def _stored_shapes(self, place: Place, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the tensors that a matrix or a vector is in, and the shapes that they must have."""
+        rows, *width = shape
+        if place.second is not None:
+            yield place.name, (rows // 2, *width)
+            yield place.second, (rows // 2, *width)
+        else:
+            yield place.name, (rows * 2 if place.half is not None else rows, *width)
+
+    def _check(self, wanted: str, place: Place, shape: Sequence[int]) -> None:
+        """Raises ConfigError if a tensor of a matrix or a vector is missing or has another shape."""
+        for name, expected in self._stored_shapes(place, shape):
+            if name not in self._file.tensors:
+                raise ConfigError(
+                    f"{self._file.path} has no tensor {name} ({wanted}): it is incomplete or another model's"
+                )
+            stored = self._file.tensors[name]
+            found = stored.shape if place.expert is None else stored.shape[1:]
+            if place.expert is not None and place.expert >= stored.shape[0]:
+                raise ConfigError(f"{self._file.path}: {name} has no expert {place.expert}")
+            # Dimensions of one do not count, nor those of a vector.
+            is_alike = [each for each in found if each > 1] == [each for each in expected if each > 1]
+            if not is_alike and (len(expected) > 1 or math.prod(found) != math.prod(expected)):
+                raise ConfigError(f"{self._file.path}: {name} has shape {list(found)}, not {list(expected)}")
 
     def _latent_parts(self, place: Place) -> tuple[str, str] | None:
         """Returns the tensors of keys and of values that the file has in place of the one that makes both."""
@@ -111,33 +155,30 @@ class GGUFSource:
         parts: list[torch.Tensor] = []
         for name, stored in zip(names, (keys, values), strict=True):
             begin, stop = heads.start * stored.shape[1], heads.stop * stored.shape[1]
-            found = self._rows(Place(name), stored, begin, stop, slice(None))
+            found = self._span(Place(name), stored, begin, stop)
             parts.append(dense(found).view(len(heads), stored.shape[1], -1))
         joined = torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
         return joined[first - heads.start * size : end - heads.start * size][
             :, part[1] if len(part) > 1 else slice(None)
         ]
 
-    def _rotates_pairs(self, name: str) -> bool:
-        return self._names.family.has_pairs and name.rpartition(".")[0].endswith(("q_proj", "k_proj"))
+    def _rows(self, place: Place, count: int, first: int, end: int) -> torch.Tensor | QuantizedWeight:
+        """Returns stored rows from `first` to `end` of a matrix of `count` rows."""
+        if place.second is not None:
+            half = count // 2
+            place = replace(place, name=place.second if first >= half else place.name, second=None)
+            if first < half < end:
+                raise ValueError(f"rows {first} to {end} are in two tensors")
+            first, end = (first - half, end - half) if first >= half else (first, end)
+        return self._span(place, self._file.tensors[place.name], first, end)
 
-    def _order(self, begin: int, stop: int) -> torch.Tensor:
-        """Returns where the rows of whole heads are stored: a rotated pair is two neighbours, not one of each half."""
-        half = self._head_dim // 2
-        in_head = torch.arange(self._head_dim).view(half, 2).T.flatten()
-        heads = torch.arange(0, stop - begin, self._head_dim)
-        return (heads[:, None] + in_head).flatten()
-
-    def _rows(
-        self, place: Place, stored: StoredTensor, first: int, end: int, columns: slice
-    ) -> torch.Tensor | QuantizedWeight:
+    def _span(self, place: Place, stored: StoredTensor, first: int, end: int) -> torch.Tensor | QuantizedWeight:
         skipped = 0 if place.expert is None else place.expert * (stored.num_rows // stored.shape[0])
         first, end = first + skipped, end + skipped
         if stored.type.name in _FLOATS:
-            return self._floats(place.name, stored, first, end)[:, columns]
+            return self._floats(place.name, stored, first, end)
         blocks = self._file.rows(place.name, first, end).reshape(-1, stored.type.num_bytes)
-        unpack = _UNPACKERS[stored.type.name]
-        return unpack(torch.from_numpy(blocks.copy()), end - first).part(columns=columns)
+        return _UNPACKERS[stored.type.name](torch.from_numpy(blocks.copy()), end - first)
 
     def _floats(self, name: str, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
         dtype = _FLOATS.get(stored.type.name)
@@ -145,6 +186,16 @@ class GGUFSource:
             raise ValueError(f"its numbers are {stored.type.name}, and floats are expected")
         # Copied, because the file's pages cannot be written, which torch does not know.
         return torch.from_numpy(np.array(self._file.rows(name, first, end))).view(dtype)
+
+
+def _with_inputs(rows: torch.Tensor | QuantizedWeight, order: torch.Tensor, run: int) -> torch.Tensor | QuantizedWeight:
+    """Returns runs of inputs in another order: as values, if runs divide groups."""
+    if isinstance(rows, QuantizedWeight):
+        try:
+            return rows.with_inputs(order, run)
+        except ValueError:
+            rows = rows.dequantize()
+    return rows.unflatten(1, (-1, run))[:, order].flatten(1)
 
 
 def _halves(packed: torch.Tensor) -> torch.Tensor:
