@@ -200,7 +200,8 @@ def quantize_checkpoint(path: Path, folder: Path, name: str) -> tuple[Path, Path
     stored = load_file(path / "model.safetensors")
     values = dict(stored)
     for tensor, weight in list(stored.items()):
-        if weight.ndim == 2 and tensor.endswith("proj.weight"):
+        # Rows that fill no word stay as they are, as published checkpoints leave small layers.
+        if weight.ndim == 2 and "proj" in tensor.split(".")[-2] and len(weight) % 8 == 0:
             layer = tensor.removesuffix(".weight")
             del stored[tensor]
             tensors, values[tensor] = write(layer, weight)

@@ -400,6 +400,12 @@ def test_grouped_query_drafts_of_a_model_with_latents(families: Families) -> Non
         ("deepseek-v3", {}),
         ("deepseek-v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "speculative_config": MTP}),
         ("qwen3-moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("qwen3.5-moe", {"speculative_config": MTP, "max_num_batched_tokens": 24}),
+        ("lfm2-moe", {}),
+        ("granite4-moe", {}),
+        ("nemotron-h", {"speculative_config": NGRAM}),
+        # A rank's key heads begin within a block.
+        pytest.param("qwen3.5", {"tensor_parallel_size": 3}, marks=pytest.mark.long),
     ],
 )
 def test_fp8_blocks_are_the_values_they_stand_for(
@@ -416,7 +422,18 @@ QUANTIZED = [
     for name in FORMATS
     if "inputs" not in name
 ]
-QUANTIZED += [pytest.param("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True})]
+QUANTIZED += [
+    pytest.param("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True}),
+    # Parts of recurrent layers, whose inputs and outputs are divided and reordered as those of attention are not.
+    pytest.param("qwen3.5", "gptq in act-order", {}),
+    pytest.param("qwen3.5-moe", "packed with zero points", {}),
+    pytest.param("qwen3-next", "gptq", {}),
+    pytest.param("lfm2", "float8", {}),
+    pytest.param("lfm2-moe", "packed with zero points", {}),
+    pytest.param("granite4-moe", "gptq", {}),
+    pytest.param("nemotron-h", "packed with zero points", {}),
+    pytest.param("nemotron-h", "gptq with zero points", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("family", "name", "arguments"), QUANTIZED)
