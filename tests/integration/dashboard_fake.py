@@ -113,6 +113,8 @@ class FakeEngine:
         self.speculation = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_per_position": []}
         self.connector: dict[str, float] = {}
         self.experts: dict[str, Any] = {}
+        # The states of recurrent layers: how many of 100 are held, and how many are checkpoints.
+        self.states: dict[str, int] = {}
         self.transfers: FakeTransfers | None = None
         self.health: dict[str, str | None] = {"status": "ok", "reason": None}
         self.requests: list[FakeRequest] = []
@@ -166,6 +168,8 @@ class FakeEngine:
                 "num_blocks": len(self._cells),
                 "block_size": 16,
                 "kv_cache_bytes": len(self._cells) << 21,
+                "num_states": 100 if self.states else 0,
+                "state_cache_bytes": 3 << 30 if self.states else 0,
                 "load_seconds": 2.0,
             },
             "uptime": self._now + 11_900,
@@ -178,6 +182,7 @@ class FakeEngine:
                 **self._ends(),
                 "speculation": self.speculation,
                 "connector": self.connector,
+                "states": self.states,
             },
             "rates": {
                 "window": 10.0,

@@ -146,6 +146,17 @@ def test_drafts_and_tiers(browser: Any, idle: FakeServer) -> None:
     watched.close()
 
 
+def test_states_of_recurrent_layers(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    sync_api.expect(page.locator("#kv-size")).to_have_text("1.88 GiB, 15,360 tokens")
+    idle.engine.states = {"held": 7, "checkpoints": 60}
+    wanted = "1.88 GiB, 15,360 tokens; states 3.00 GiB: 7.0% held, 60.0% checkpoints"
+    sync_api.expect(page.locator("#kv-size")).to_have_text(wanted)
+    assert watched.complaints == []
+    watched.close()
+
+
 def test_loads_of_experts_before_and_now(browser: Any, idle: FakeServer) -> None:
     watched = Watched(browser, idle.url, viewport=PHONE)
     page = watched.live()

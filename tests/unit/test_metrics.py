@@ -32,6 +32,7 @@ from penstock.messages.stats import (
     RequestEventKind,
     SchedulerStats,
     SpeculationStats,
+    StateCounts,
     StepReport,
 )
 from penstock.metrics import tracing
@@ -65,6 +66,7 @@ NAMES = {
     "vllm:request_time_per_output_token_seconds", "vllm:time_to_first_token_seconds", "penstock:client_disconnects",
     "penstock:engine_info{version,dtype,device,kernels,num_threads,max_model_len}", "penstock:engine_up",
     "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
+    "penstock:recurrent_state_bytes{use}",
     "penstock:expert_balancedness", "penstock:expert_moves_failed", "penstock:experts_moved",
     "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
     "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
@@ -93,6 +95,8 @@ INFO = EngineInfo(
     block_size=16,
     kv_cache_bytes=1 << 20,
     kv_cache_dtype="bfloat16",
+    state_cache_bytes=1200,
+    num_states=12,
     load_seconds=0.5,
     max_loras=2,
 )
@@ -309,13 +313,24 @@ def test_gauges_are_read_when_scraped() -> None:
     for request_id in "abcd":
         world.add(request_id, at=0.0)
     events = [(request_id, SCHEDULED, 0.5) for request_id in "abc"]
-    world.step(1.0, {"a": 1}, [*events, ("c", PREEMPTED, 0.75)], num_running=2, num_waiting=2, kv_cache_usage=0.25)
+    states = StateCounts(held=5, checkpoints=4)
+    world.step(
+        1.0,
+        {"a": 1},
+        [*events, ("c", PREEMPTED, 0.75)],
+        num_running=2,
+        num_waiting=2,
+        kv_cache_usage=0.25,
+        states=states,
+    )
     world.seconds_without_progress = 1.5
     scrape = world.scrape()
     phases = {sample.labels["phase"]: sample.value for sample in scrape.families["penstock:requests"].samples}
     assert phases == {"queued": 1, "prefill": 1, "decode": 1, "preempted": 1}
     assert (scrape("vllm:num_requests_running"), scrape("vllm:num_requests_waiting")) == (2, 2)
     assert scrape("vllm:kv_cache_usage_perc") == 0.25
+    of_states = {each.labels["use"]: each.value for each in scrape.families["penstock:recurrent_state_bytes"].samples}
+    assert of_states == {"held": 500, "checkpoints": 400, "free": 300}
     assert (scrape("penstock:engine_up"), scrape("penstock:seconds_without_progress")) == (1, 1.5)
     # No step follows the last abort, or the engine's death.
     world.log.end("abcd", "abort", 2.0)

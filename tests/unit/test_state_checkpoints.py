@@ -9,6 +9,7 @@ from penstock.core.request import Request
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.stats import StateCounts
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 GROUPS = (
@@ -103,7 +104,10 @@ def test_every_so_many_tokens_a_state_is_kept() -> None:
     request = make_request(list(range(30)))
     start(kv, request)
     assert states_of(kv, request) == [False, True, False, True, False, True, True, True]
+    assert kv.pool.state_counts == StateCounts(held=5, checkpoints=0)
     kv.release(request, fence=0)
+    # The state in the middle of a block is no use to others.
+    assert kv.pool.state_counts == StateCounts(held=0, checkpoints=4)
     assert kv.find_prefix(make_request([*range(21), 99, 98, 97])).num_tokens == 16
 
 

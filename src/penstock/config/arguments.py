@@ -30,8 +30,7 @@ def argument(
 
 def check_types(args: Any) -> None:
     """Raises ConfigError if a field of a dataclass has another type than its annotation."""
-    kind: type[Any] = type(args)
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in typing.get_type_hints(args.__class__).items():
         kinds: tuple[Any, ...] = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
         value = getattr(args, name)
         is_bool = isinstance(value, bool)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import TransferId
-from penstock.messages.stats import BlockMap
+from penstock.messages.stats import BlockMap, StateCounts
 from penstock.utils.math import cdiv
 
 BlockKey = tuple[int, bytes]
@@ -108,6 +108,10 @@ class BlockPool:
     def num_available(self) -> int:
         """Returns the number of blocks that can be allocated now, without those for states."""
         return len(self._kv)
+
+    @property
+    def state_counts(self) -> StateCounts:
+        return StateCounts(self.num_states - len(self._states), len(self._states.evictable))
 
     @property
     def is_unused(self) -> bool:

@@ -74,8 +74,7 @@ class Scheduler:
         # By step in flight, the latest admission when it was scheduled: later admissions are not a part of it.
         self._last_admissions: dict[int, int] = {}
         self._step = 0
-        self._num_arrivals = self._num_admissions = self._num_preemptions = 0
-        self._num_graph_replays = 0
+        self._num_arrivals = self._num_admissions = self._num_preemptions = self._num_graph_replays = 0
         self._speculation = SpeculationCounter(config.max_num_drafts)
 
     # ---- Adding and aborting requests ----
@@ -174,6 +173,7 @@ class Scheduler:
             connector=self._connector.counters(),
             num_graph_replays=self._num_graph_replays,
             experts=self.experts.stats(),
+            states=self._kv.pool.state_counts,
         )
 
     # ---- Decide ----

@@ -46,6 +46,15 @@ class ExpertStats(msgspec.Struct, frozen=True):
     num_failed: int = 0
 
 
+class StateCounts(msgspec.Struct, frozen=True):
+    """States of recurrent layers: those that requests or transfers hold, and checkpoints that later requests may begin
+    with. All others are free.
+    """
+
+    held: int = 0
+    checkpoints: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True):
     """A snapshot of the scheduler; the counters only grow."""
 
@@ -61,6 +70,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     connector: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     num_graph_replays: int = 0
     experts: ExpertStats = ExpertStats()
+    states: StateCounts = StateCounts()
 
 
 class BlockMap(msgspec.Struct, frozen=True, tag=True):

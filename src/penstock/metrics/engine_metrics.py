@@ -11,7 +11,7 @@ from typing import Protocol
 from penstock import __version__
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import FinishReason
-from penstock.messages.stats import SchedulerStats, SpeculationStats, StepReport
+from penstock.messages.stats import SchedulerStats, SpeculationStats, StateCounts, StepReport
 from penstock.metrics.families import Families, Gauge
 from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
 from penstock.utils.clock import SystemClock
@@ -79,6 +79,10 @@ class EngineMetrics:
             phase: gauges["penstock:requests"].labels(*self._common, phase.value)
             for phase in Phase
             if phase is not Phase.FINISHED
+        }
+        self._states = {
+            use: gauges["penstock:recurrent_state_bytes"].labels(*self._common, use)
+            for use in ("held", "checkpoints", "free")
         }
         self._cache_info = gauges["vllm:cache_config_info"]
         self._engine_info = gauges["penstock:engine_info"]
@@ -187,6 +191,7 @@ class EngineMetrics:
         gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
         gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
         gauges["penstock:expert_balancedness"].set(stats.experts.balancedness)
+        self._read_states(engine.info, stats.states)
         gauges["penstock:engine_up"].set(engine.outage is None)
         gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
         self._read_connector(stats.connector)
@@ -202,6 +207,12 @@ class EngineMetrics:
         names = (",".join(each) for each in engine.log.adapters())
         self._shown_lora = (*self._common, str(engine.info.max_loras), *names)
         self._lora_info.labels(*self._shown_lora).set(SystemClock().wall())
+
+    def _read_states(self, info: EngineInfo, states: StateCounts) -> None:
+        free = info.num_states - states.held - states.checkpoints
+        size = info.state_cache_bytes // info.num_states if info.num_states else 0
+        for use, count in (("held", states.held), ("checkpoints", states.checkpoints), ("free", free)):
+            self._states[use].set(count * size)
 
     def _read_connector(self, counts: Mapping[str, float]) -> None:
         """Exports counts by peer as counters, and all others as one gauge."""

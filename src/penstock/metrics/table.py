@@ -113,6 +113,7 @@ METRICS = (
     counter("penstock:steps", "Steps that computed tokens."),
     counter("penstock:tokens_computed", "Tokens that the model computed, including repeated ones."),
     counter("penstock:graph_replays", "Steps that were replayed from a CUDA graph."),
+    gauge("penstock:recurrent_state_bytes", "Memory of the states of recurrent layers, by use.", "use"),
     gauge("penstock:expert_balancedness", "Mean load of a stage's ranks by their experts, divided by the highest."),
     counter("penstock:experts_moved", "Experts that were copied to another rank."),
     counter("penstock:expert_moves_failed", "Copies of experts that failed."),
