@@ -21,7 +21,7 @@ from penstock.engine.expert_memories import balanced_layers, expert_memories
 from penstock.engine.joint_cores import JointCores
 from penstock.engine.kv_events import make_event_publisher
 from penstock.engine.rank_identity import check_arithmetic
-from penstock.engine.transfer import EngineTransfer, make_transfer
+from penstock.engine.transfer import EngineTransfer, make_transfer, token_fingerprint
 from penstock.engine.warm_up import warm_up
 from penstock.executor.executor import Executor
 from penstock.executor.factory import make_executor
@@ -87,6 +87,7 @@ class _Plan:
     limits: SchedulerConfig
     cache: KVCacheConfig
     transfer: EngineTransfer
+    fingerprint: str
 
 
 def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> JointEngines:
@@ -115,7 +116,7 @@ def _plan(config: EngineConfig, facts: Sequence[Sequence[WorkerFacts]], on_failu
         limits, cache = plan_cache(own, of_engine)
         transfer = make_transfer(own, cache, of_engine, readers)
         on_failure.callback(transfer.transfer.connector.shutdown)
-        plans.append(_Plan(own, of_engine, limits, cache, transfer))
+        plans.append(_Plan(own, of_engine, limits, cache, transfer, token_fingerprint(own, cache, readers)))
     return plans
 
 
@@ -174,6 +175,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         weights=_weight_formats(config),
         num_weights=sum(each.num_weights for each in facts),
         weight_bytes=sum(each.weight_bytes for each in facts),
+        fingerprint=plan.fingerprint,
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)
 

@@ -14,7 +14,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     of the warm-up. `pooling` describes in words what a pooling engine returns. `shares_experts`: the data parallel
     engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
     `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
-    over all ranks.
+    over all ranks. Engines with the same `fingerprint` generate the same tokens: it covers the weights, the model's
+    configuration and the arithmetic.
     """
 
     dtype: str
@@ -40,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     num_weights: int = 0
     weight_bytes: int = 0
+    fingerprint: str = ""
 
     @property
     def num_ranks(self) -> int:
