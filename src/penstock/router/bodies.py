@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.utils.errors import RequestError
+from penstock.utils.stream_reports import STREAM_HEADER
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 """The requests whose prompt another instance can compute, if they have one."""
 _PARAMS = "kv_transfer_params"
+_OUTPUT = "output_token_ids"
 # In `kv_transfer_params`: these make an instance hold KV for another one, or fetch KV from an address.
 _TRANSFER_PARAMS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 128
 _BYTES_PER_TOKEN = 4
 # Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", _OUTPUT)
 # Headers of one connection (RFC 9110, 7.6.1), or generated for each.
 _CONNECTION_HEADERS = frozenset(
     {
@@ -54,6 +56,11 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def is_divisible(self) -> bool:
         return self.completion is not None and is_divisible(self.completion)
 
+    def may_be_reported(self) -> bool:
+        """Returns whether the answer is a stream of one completion, which the client does not follow itself."""
+        is_followed = header_of(self.headers, STREAM_HEADER.lower()) is not None
+        return self.is_divisible() and (self.completion or {}).get("stream") is True and not is_followed
+
 
 def header_of(headers: Iterable[tuple[str, str]], name: str) -> str | None:
     """Returns the first value. `name` is in lower case."""
@@ -71,6 +78,10 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
 def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Returns an instance's headers for the client."""
     return tuple([each for each in headers if each[0].lower() not in _NOT_FOR_CLIENTS])
+
+
+def without_stream_header(headers: Headers) -> Headers:
+    return tuple(each for each in headers if each[0].lower() != STREAM_HEADER.lower())
 
 
 def decoded(data: bytes) -> str:
@@ -184,6 +195,12 @@ def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any])
         return encode({**body, _PARAMS: params})
     # Avoids encoding a long prompt again.
     return data[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
+
+
+def continued(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns the request for the rest of an answer of which the client has these tokens, and what precedes them."""
+    kept = {name: value for name, value in body.items() if name != "prompt_logprobs"}
+    return {**kept, _OUTPUT: [*(body.get(_OUTPUT) or ()), *token_ids]}
 
 
 def serial_prefill_body(body: Mapping[str, Any]) -> bytes:
