@@ -40,7 +40,7 @@ BUDGETS = {
     "router": 2059,
     "runner": 2802,
     "server": 4560,
-    "simulation": 3501,
+    "simulation": 3553,
     "tokenizer": 338,
     "utils": 608,
     "verify": 782,
