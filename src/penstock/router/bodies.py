@@ -53,6 +53,16 @@ class ClientRequest(msgspec.Struct, frozen=True):
     body: bytes
     completion: dict[str, Any] | None = None
 
+    def model(self) -> str:
+        """Returns the name of the model in the body, "" if it has none."""
+        if self.completion is not None:
+            found = self.completion.get("model")
+            return found if isinstance(found, str) else ""
+        try:
+            return _decode_model(self.body).model or ""
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return ""
+
     def is_divisible(self) -> bool:
         return self.completion is not None and is_divisible(self.completion)
 
@@ -60,6 +70,13 @@ class ClientRequest(msgspec.Struct, frozen=True):
         """Returns whether the answer is a stream of one completion, which the client does not follow itself."""
         is_followed = header_of(self.headers, STREAM_HEADER.lower()) is not None
         return self.is_divisible() and (self.completion or {}).get("stream") is True and not is_followed
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_model = msgspec.json.Decoder(_Named).decode
 
 
 def header_of(headers: Iterable[tuple[str, str]], name: str) -> str | None:
@@ -124,6 +141,13 @@ def _is_deep(data: bytes, body: dict[str, Any]) -> bool:
         if not level:
             return False
     return True
+
+
+def models_of(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the names and the descriptions in an answer to `GET /v1/models`."""
+    found = (parse_object(data) or {}).get("data")
+    listed = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return [(each["id"], each) for each in listed if isinstance(each.get("id"), str)]
 
 
 def completion_path(method: str, path: str) -> str | None:

@@ -88,11 +88,13 @@ _NEXT = {
 @dataclass(slots=True, eq=False)
 class Routed:
     """A request with the data for its routing. `is_divisible`: whether a prefill instance can compute its prompt;
-    evaluated only if not all instances compute whole requests. `cached`: the known number of its prompt's tokens that
-    instances have, by URL. `num_lost`: how many times an instance may have died of it.
+    evaluated only if not all instances compute whole requests. `model`: the model's name, empty if any will do.
+    `cached`: the known number of its prompt's tokens that instances have, by URL. `num_lost`: how many times an
+    instance may have died of it.
     """
 
     is_divisible: Callable[[], bool]
+    model: str = ""
     num_prompt_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict[str, int])
     phase: Phase = Phase.NEW
@@ -269,7 +271,8 @@ class Dispatcher:
         return None
 
     def _place(self, request: Routed, now: float, failure: str = "") -> Decision:
-        pool, excluded = self.pool, request.failed
+        pool = self.pool
+        excluded = request.failed | pool.without(request.model)
         whole = self._with_room(pool.of(Role.SERVE, excluded))
         halves = self._with_room(pool.of(Role.DECODE, excluded))
         if not whole and not halves:

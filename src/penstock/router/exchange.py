@@ -13,7 +13,7 @@ import functools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, Ins
 from penstock.router.http_server import Response
 from penstock.router.instances import Instance, State
 from penstock.router.observer import RouterObserver
+from penstock.router.pool import Member
 from penstock.router.prompts import EstimatedPrompts, TokenizedPrompts
 from penstock.router.reported_stream import Reason, ReportedStream
 from penstock.utils.clock import Clock
@@ -128,7 +129,7 @@ class Exchanges:
 
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
-        request = Routed(incoming.is_divisible)
+        request = Routed(incoming.is_divisible, incoming.model() if self._dispatcher.pool.has_groups else "")
         is_over, since, tail = False, self._clock.now(), _Tail()
         is_migrated = self._timeouts.migrate is not None and incoming.may_be_reported()
         stream = ReportedStream() if is_migrated else None
@@ -225,6 +226,24 @@ class Exchanges:
         wanted = stream.fingerprint
         same = {each for each, found in self._fingerprints.items() if found == wanted and each != url}
         return self._dispatcher.has_place_at(same)
+
+    async def list_models(self, incoming: bodies.ClientRequest, client: Response, groups: Sequence[Member]) -> None:
+        """Answers with the models of all groups, or with the first error of an instance."""
+        headers, models = bodies.headers_for_prefill(incoming.headers), dict[str, Any]()
+        for member in groups:
+            call = Call("GET", member.url + incoming.target, headers)
+            try:
+                status, answered, content = await fetch(self._upstream, call, self._timeouts.query)
+            except PeerError as error:
+                logger.warning("%s does not list its models: %s", member.url, error)
+                continue
+            if status != 200:
+                return await client.whole(status, bodies.answer_headers(answered), content)
+            for name, fields in bodies.models_of(content):
+                models.setdefault(name, fields)
+        if not models:
+            return await client.refuse(503, "no instance lists its models")
+        return await client.send_json(200, {"object": "list", "data": list(models.values())})
 
     def wake(self) -> None:
         """Delivers decisions to waiting requests, if there are any."""
