@@ -37,7 +37,7 @@ BUDGETS = {
     "models": 2222,
     "parallel": 523,
     "penstock": 45,
-    "router": 2135,
+    "router": 2141,
     "runner": 2802,
     "server": 4563,
     "simulation": 3553,

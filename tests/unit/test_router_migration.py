@@ -264,7 +264,8 @@ def test_a_stream_leaves_an_instance_that_drains_or_stops(reason: str) -> None:
     run(check)
 
 
-def test_a_draining_instance_keeps_the_streams_that_no_other_can_continue() -> None:
+@pytest.mark.parametrize("max_migrations", [0, 3])
+def test_a_draining_instance_keeps_the_streams_that_no_other_can_continue(max_migrations: int) -> None:
     async def check() -> None:
         may_end = asyncio.Event()
 
@@ -274,8 +275,13 @@ def test_a_draining_instance_keeps_the_streams_that_no_other_can_continue() -> N
                 await response.write(report_line(ReportKind.TOKENS, [token_id]) + chunk(token_id))
             await response.write(b"data: [DONE]\n\n")
 
-        first, second = serve(instance(2, wait)), serve(instance(2, wait))
-        async with routed(first, second) as client:
+        first, second = serve(instance()), serve(instance())
+        async with routed(first, second, limits=Limits(max_migrations=max_migrations)) as client:
+            if not max_migrations:
+                await learned(client, [first, second])
+            for stub in (first, second):
+                stub.num_requests = 0
+                stub.handler = instance(2, wait)
             asking = asyncio.create_task(ask(client))
             await until(lambda: first.num_requests + second.num_requests > 0)
             await asyncio.sleep(0.05)

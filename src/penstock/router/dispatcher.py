@@ -200,10 +200,14 @@ class Dispatcher:
         decision = self._place(request, now, failure=message)
         return self._wait(request, now, is_first=True) if decision is None else decision
 
-    def has_place_at(self, urls: Collection[str]) -> bool:
-        """Returns whether one of these instances could continue an answer now."""
-        able = self._with_room([*self.pool.of(Role.SERVE), *self.pool.of(Role.DECODE)])
-        return not self._queue and any(each.url in urls for each in able)
+    def may_continue_at(self, request: Routed, urls: Collection[str]) -> bool:
+        """Returns whether one of these instances could continue an answer now, so that it may be interrupted."""
+        if self._queue or request.num_migrations >= self._limits.max_migrations:
+            return False
+        able = self._with_room(self.pool.of(Role.SERVE))
+        if self.pool.of(Role.PREFILL) or self._limits.max_self_prefills:
+            able += self._with_room(self.pool.of(Role.DECODE))
+        return any(each.url in urls for each in able)
 
     def prefill_ends(self, request: Routed, now: float, *, is_done: bool) -> None:
         """Called when the plan's prefill instance is finished with the request; `is_done`: the prompt is computed."""

@@ -214,18 +214,20 @@ class Exchanges:
                 continue
             is_draining = member.state is State.DRAINING
             for scope, attempt in list(self._scopes.get(member.url, {}).items()):
-                stream = None if attempt is None or attempt.request.phase is not Phase.ANSWERING else attempt.stream
+                if attempt is None or attempt.request.phase is not Phase.ANSWERING:
+                    continue
+                stream = attempt.stream
                 if stream is None or not stream.name or stream.interruption is not None:
                     continue
-                if (is_draining or stream.last_part_at <= late) and self._can_continue(stream, member.url):
+                is_due = is_draining or stream.last_part_at <= late
+                if is_due and self._can_continue(attempt.request, stream.fingerprint, member.url):
                     stream.interruption = Reason.DRAINED if is_draining else Reason.STOPPED
                     scope.reschedule(0)
 
-    def _can_continue(self, stream: ReportedStream, url: str) -> bool:
+    def _can_continue(self, request: Routed, fingerprint: str, url: str) -> bool:
         """Returns whether another instance is known to give the same tokens and has room."""
-        wanted = stream.fingerprint
-        same = {each for each, found in self._fingerprints.items() if found == wanted and each != url}
-        return self._dispatcher.has_place_at(same)
+        same = {each for each, found in self._fingerprints.items() if found == fingerprint and each != url}
+        return self._dispatcher.may_continue_at(request, same)
 
     async def list_models(self, incoming: bodies.ClientRequest, client: Response, groups: Sequence[Member]) -> None:
         """Answers with the models of all groups, or with the first error of an instance."""
