@@ -9,6 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from penstock.frontend.adapters import LoRARequest
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigError",
     "EmbeddingRequestOutput",
     "EngineDeadError",
+    "LoRARequest",
     "OverloadedError",
     "PenstockError",
     "PoolingParams",
@@ -50,6 +52,7 @@ __all__ = [
 # Imported on first use, so that the parts without torch can be imported without it.
 _HOMES = {
     "LLM": "penstock.frontend.llm",
+    "LoRARequest": "penstock.frontend.adapters",
     "AsyncLLM": "penstock.frontend.async_llm",
     "CompletionOutput": "penstock.messages.outputs",
     "ClassificationRequestOutput": "penstock.messages.pooling_outputs",

@@ -54,12 +54,14 @@ ALLOWED = {
     },
     "server": {"frontend", "tokenizer", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
+    "audit": {"loadgen", "utils"},
     "router": {"messages", "metrics", "utils"},
     "cli": {
         "server",
         "router",
         "verify",
         "loadgen",
+        "audit",
         "simulation",
         "frontend",
         "tokenizer",
@@ -83,6 +85,7 @@ WITHOUT_TORCH = (
     "tokenizer",
     "server",
     "loadgen",
+    "audit",
     "router",
     "simulation",
 )
@@ -100,7 +103,7 @@ MODULES_WITHOUT_TORCH = (
 )
 
 # The only modules of `models` that models may import.
-MODEL_BASES = {"sources", "interface", "repeated", "weights", "norms", "parts", "decoder", "encoder"}
+MODEL_BASES = {"sources", "interface", "lora", "repeated", "weights", "norms", "parts", "decoder", "encoder"}
 
 # Third-party package -> the only modules that import it.
 IMPORTERS = {

@@ -16,10 +16,10 @@ from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
     "--async-scheduling", "--attention-backend", "--block-size", "--check-weights", "--deterministic", "--device",
-    "--distributed-executor-backend", "--dtype", "--enable-eplb", "--enable-expert-parallel",
+    "--distributed-executor-backend", "--dtype", "--enable-eplb", "--enable-expert-parallel", "--enable-lora",
     "--enable-prefix-caching", "--enforce-eager", "--eplb-config",
     "--gpu-memory-utilization", "--kv-cache-dtype", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
-    "--load-format", "--max-model-len",
+    "--load-format", "--max-cpu-loras", "--max-lora-rank", "--max-loras", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
     "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config", "--quantization",
     "--quantize-head",
@@ -29,7 +29,8 @@ ENGINE_FLAGS = {
 }  # fmt: skip
 SERVER_FLAGS = {
     "--access-log", "--admin-api-key", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key",
-    "--health-timeout", "--host", "--ignore-unknown-fields", "--max-body-bytes", "--otlp-traces-endpoint", "--port",
+    "--health-timeout", "--host", "--ignore-unknown-fields", "--lora-allowed-path",
+    "--lora-modules", "--max-body-bytes", "--otlp-traces-endpoint", "--port",
     "--protect-metrics", "--reasoning-parser", "--restart-on-failure", "--served-model-name", "--shutdown-timeout",
     "--ssl-certfile", "--ssl-keyfile", "--tool-call-parser",
 }  # fmt: skip
@@ -53,10 +54,15 @@ LOAD_FLAGS = {
     "--save-detailed", "--save-result", "--seed", "--sharegpt-output-len", "--temperature", "--tokenizer", "--top-k",
     "--top-p", "--trace-scale",
 }  # fmt: skip
+AUDIT_FLAGS = {
+    "--against", "--api-key", "--concurrency", "--json", "--long-tokens", "--margin", "--max-requests-per-second",
+    "--max-tokens", "--model", "--num-prompts", "--pause-for-restart", "--pressure-tokens", "--seed", "--timeout",
+}  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | SERVER_FLAGS | {"--data-parallel-policy", "--data-parallel-size"},
     "route": ROUTER_FLAGS,
     "bench serve": LOAD_FLAGS,
+    "audit": AUDIT_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--api-key", "--system", "--url"},
     "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick", "--soak"},
@@ -69,6 +75,7 @@ FLAGS = {
 PUBLIC = {
     "LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError",
     "RequestError", "OverloadedError", "EngineDeadError", "StructuredOutputsParams", "PoolingParams",
+    "LoRARequest",
     "EmbeddingRequestOutput", "PoolingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput",
     "__version__",
 }  # fmt: skip

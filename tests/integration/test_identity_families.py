@@ -87,6 +87,8 @@ PLAIN: dict[str, Any] = {
     "async_scheduling": False,
     "num_gpu_blocks_override": 100,
     "skip_tokenizer_init": True,
+    # Processes for ranks have tests of their own (test_identity_ranks), and take most of a cell's time.
+    "distributed_executor_backend": "uniproc",
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -102,7 +104,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": NGRAM, "async_scheduling": True},
     "module": {"speculative_config": MTP, "async_scheduling": True, "max_num_batched_tokens": 24},
     "ranks of stages, module": {"speculative_config": MTP, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    "two ranks": {"tensor_parallel_size": 2},
+    "two ranks": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     "three ranks, drafts": {"tensor_parallel_size": 3, "speculative_config": NGRAM, "max_num_batched_tokens": 24},
     "stages": {"pipeline_parallel_size": 2, "async_scheduling": True},
     "ranks of stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_prefix_caching": True},
@@ -116,7 +118,7 @@ EXPERT_CELLS: dict[str, dict[str, Any]] = {
     "a stage without experts": {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "async_scheduling": True},
     "redundant experts": {"tensor_parallel_size": 2, "enable_prefix_caching": True},
     "many redundant experts": {"tensor_parallel_size": 4, "max_num_batched_tokens": 32},
-    "ranks in threads": {"tensor_parallel_size": 2, "distributed_executor_backend": "uniproc"},
+    "ranks in processes": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
 }
 # How often experts move: as soon as possible, and less often than a layer's moves take.
 INTERVALS = {cell: 2 + number % 4 for number, cell in enumerate(EXPERT_CELLS)}

@@ -38,6 +38,7 @@ class Trial:
 
 QUICK = {
     "bench/profile_step.py": Trial((TINY, "--quick"), "rest "),
+    "bench/lora.py": Trial((TINY, "--quick", "--rounds", "1"), "adapters |"),
     "bench/gpu_tune.py": Trial(("--list",), "decode attention"),
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
     "bench/experts.py": Trial(

@@ -59,7 +59,7 @@ def test_help_shows_engine_flags_in_groups_with_their_defaults(capsys: pytest.Ca
     [
         (
             [],
-            "penstock: name a command: serve, route, chat, generate, bench, verify, simulate, demo-pd "
+            "penstock: name a command: serve, route, chat, generate, bench, verify, audit, simulate, demo-pd "
             "(see penstock --help)",
         ),
         (["sevre"], "penstock: unknown command 'sevre'; did you mean serve? (see penstock --help)"),
@@ -116,7 +116,7 @@ def test_flags_in_bytes_accept_units() -> None:
 
 
 # The engines of demo-pd are processes of their own, with few flags.
-WITHOUT_ENGINE = (["bench"], ["simulate"], ["bench", "serve"], ["demo-pd"], ["route"])
+WITHOUT_ENGINE = (["bench"], ["simulate"], ["bench", "serve"], ["demo-pd"], ["route"], ["audit"])
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in WITHOUT_ENGINE])

@@ -52,6 +52,7 @@ logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
 # A new name needs a decision: dashboards and alerts are built on these.
 NAMES = {
+    "vllm:lora_requests_info{max_lora,running_lora_adapters,waiting_lora_adapters}",
     "vllm:cache_config_info{block_size,num_gpu_blocks}", "vllm:e2e_request_latency_seconds", "vllm:generation_tokens",
     "vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total", "vllm:kv_cache_usage_perc",
     "vllm:num_preemptions", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prefix_cache_hits",
@@ -93,6 +94,7 @@ INFO = EngineInfo(
     kv_cache_bytes=1 << 20,
     kv_cache_dtype="bfloat16",
     load_seconds=0.5,
+    max_loras=2,
 )
 DRAFTS = SpeculationStats(2, 5, (2, 1))
 PEER_COUNTS = ("transfers", "tokens", "bytes", "seconds", "failed")
@@ -205,6 +207,26 @@ def test_a_scrape_shows_the_table() -> None:
     assert scrape("vllm:cache_config_info", block_size="16", num_gpu_blocks="512") == 1
     assert scrape("penstock:engine_info", version="0.1.0", dtype="bfloat16", device="cpu", kernels="avx2",
                   num_threads="2", max_model_len="64") == 1  # fmt: skip
+
+
+def test_adapters_of_running_and_waiting_requests() -> None:
+    world = World()
+    world.add("a", 100.0, adapter="sql")
+    world.add("b", 100.0, adapter="fr")
+    world.add("c", 100.0, adapter="fr")
+    world.add("d", 100.0)
+
+    def shown() -> list[tuple[str, str]]:
+        samples = world.scrape().families["vllm:lora_requests_info"].samples
+        assert all(sample.labels["max_lora"] == "2" and sample.value > 1e9 for sample in samples)
+        return [(s.labels["running_lora_adapters"], s.labels["waiting_lora_adapters"]) for s in samples]
+
+    assert shown() == [("", "fr,sql")]
+    scheduled = RequestEventKind.SCHEDULED
+    world.step(101.0, {"a": 1}, events=[("a", scheduled, 100.5), ("b", scheduled, 100.5)])
+    assert shown() == [("fr,sql", "fr")]
+    world.log.end(["a", "b", "c"], "stop", 102.0)
+    assert shown() == [("", "")]
 
 
 def test_the_times_of_a_request() -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.parser import add_values, count, count_from_zero, number, whole_number
+from penstock.cli.parser import add_values, count, count_from_zero, number, positive_number, whole_number
 from penstock.cli.sampling_args import NUMBERS
 from penstock.loadgen import results
 from penstock.utils.clock import SystemClock
@@ -143,13 +143,6 @@ def _add_report_args(group: Any) -> None:
     )
     group.add_argument("--result-filename", metavar="NAME", help="(default: made of label, rate, model and date)")
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
-
-
-def positive_number(text: str) -> float:
-    value = number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
 
 
 def ratio(text: str) -> float:

@@ -23,6 +23,7 @@ SUMMARIES = {
     "generate": "complete one prompt",
     "bench": "measure throughput, latency, or a server under load",
     "verify": "check that batching, caching and drafts change no token",
+    "audit": "check that any server answers from the right request's state",
     "simulate": "run the engine in a simulated world with faults",
     "demo-pd": "prefill and decode in two engines, behind one address",
 }

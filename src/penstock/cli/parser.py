@@ -106,6 +106,13 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
+def positive_number(text: str) -> float:
+    value = number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
 def size(text: str) -> int:
     """Bytes from a number and a unit: `5GB` (10^9 each), `512MiB` (2^20 each), `1.5 TiB`, or a plain number of bytes.
 

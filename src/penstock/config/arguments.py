@@ -1,9 +1,12 @@
-"""Describes the fields of a dataclass of arguments for the command line."""
+"""Describes the fields of a dataclass of arguments for the command line, and checks their types."""
 
 from __future__ import annotations
 
+import typing
 from dataclasses import field
 from typing import Any
+
+from penstock.utils.errors import ConfigError
 
 
 def argument(
@@ -23,3 +26,15 @@ def argument(
     """
     metadata = {"group": group, "help": help_text, "choices": choices, "metavar": metavar, "unit": unit}
     return field(default=default, metadata={**metadata, "server_only": server_only})
+
+
+def check_types(args: Any) -> None:
+    """Raises ConfigError if a field of a dataclass has another type than its annotation."""
+    for name, hint in typing.get_type_hints(type(args)).items():
+        kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
+        value = getattr(args, name)
+        is_bool = isinstance(value, bool)
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int) and not is_bool)
+        if not fits or (is_bool and bool not in kinds):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}")

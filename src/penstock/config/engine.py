@@ -7,17 +7,17 @@ text.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.arguments import argument
+from penstock.config.arguments import argument, check_types
 from penstock.config.cache import CacheConfig
 from penstock.config.expert_parallel import parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
+from penstock.config.lora import LoraConfig, parse_lora
 from penstock.config.model import KV_CACHE_DTYPES, ModelConfig, load_model_config
 from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
@@ -43,7 +43,7 @@ _TOKENS_OF_A_STEP = {"cpu": 2048, "cuda": 8192}
 
 
 MODEL, DEVICE, STEPS, CACHE = "model", "device and kernels", "scheduling and speculation", "KV cache"
-RANKS = "ranks"
+RANKS, LORA = "ranks", "adapters"
 """Groups of arguments, as the command line's help shows them."""
 
 
@@ -156,6 +156,12 @@ class EngineArgs:
     kv_transfer_config: str | Mapping[str, Any] | None = argument(
         CACHE, None, 'connector that moves KV: {"kv_connector": "OffloadingConnector"}', metavar="JSON"
     )
+    enable_lora: bool = argument(LORA, False, "serve LoRA adapters beside the model")
+    max_loras: int = argument(LORA, 8, "maximum number of adapters of the requests that run at once", metavar="N")
+    max_lora_rank: int = argument(LORA, 64, "maximum rank of an adapter", metavar="N")
+    max_cpu_loras: int | None = argument(
+        LORA, None, "adapters kept in memory; others are read again when needed (default: --max-loras)", metavar="N"
+    )
     speculative_config: str | Mapping[str, Any] | None = argument(
         STEPS, None, 'speculative decoding: {"method": "mtp", "num_speculative_tokens": 3}', metavar="JSON"
     )
@@ -169,7 +175,7 @@ class EngineArgs:
                 raise ConfigError(f"unknown engine argument {name!r}{did_you_mean(name, known)}")
         plain: dict[str, Any] = {k: str(value) if isinstance(value, Path) else value for k, value in kwargs.items()}
         args = cls(**plain)
-        _check_types(args)
+        check_types(args)
         return args
 
 
@@ -265,6 +271,7 @@ class EngineConfig:
     kv_events: KVEventsConfig
     is_prefix_aware: bool
     kv_transfer: KVTransferConfig | None
+    lora: LoraConfig | None
 
     def on_device(self, device: str) -> EngineConfig:
         """Returns the configuration with the defaults for this device, "cpu" or "cuda". Raises ConfigError if it cannot
@@ -273,6 +280,8 @@ class EngineConfig:
         limits, is_cpu = self.scheduler, device == "cpu"
         if not is_cpu and self.load_quantization != AS_STORED:
             raise ConfigError("quantization and quantize_head round weights for a CPU: set device cpu")
+        if not is_cpu and self.lora is not None:
+            raise ConfigError("enable_lora needs a CPU: set device cpu")
         if not is_cpu and self.model.kv_cache_dtype != "auto":
             raise ConfigError(f"kv_cache_dtype={self.model.kv_cache_dtype} needs a CPU: set device cpu")
         num_step_tokens = limits.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
@@ -361,6 +370,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         kv_events=_kv_events(args),
         is_prefix_aware=_is_prefix_aware(args),
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
+        lora=parse_lora(args, pools=pooling is not None) if args.enable_lora else None,
     )
 
 
@@ -438,17 +448,6 @@ def _check_encoder(args: EngineArgs) -> None:
     for name in ("kv_cache_memory", "num_gpu_blocks_override"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name} cannot be used here: the model is an encoder, which has no KV cache")
-
-
-def _check_types(args: EngineArgs) -> None:
-    for name, hint in typing.get_type_hints(EngineArgs).items():
-        kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
-        value = getattr(args, name)
-        is_bool = isinstance(value, bool)
-        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int) and not is_bool)
-        if not fits or (is_bool and bool not in kinds):
-            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
 def _check(args: EngineArgs) -> None:

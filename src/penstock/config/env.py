@@ -4,7 +4,7 @@ PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512_bf16, avx512, avx2
                      reference kernels, or triton for the GPU kernels in Triton's interpreter
 PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
 PENSTOCK_API_KEY     keys that `penstock serve` requires of its clients, separated by commas; `penstock chat --url`
-                     sends the first
+                     and `penstock audit` send the first
 PENSTOCK_ADMIN_API_KEY
                      keys for the administration port, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and

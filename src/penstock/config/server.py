@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from penstock.config.arguments import argument
+from penstock.config.options import read_object
 from penstock.utils.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -36,6 +37,18 @@ class ServerArgs:
     allow_unauthenticated: bool = argument(ACCESS, False, "listen beyond loopback without an API key")
     served_model_name: tuple[str, ...] = argument(
         API, (), "name of the model in the API; may be repeated (default: MODEL)", metavar="NAME"
+    )
+    lora_modules: tuple[str, ...] = argument(
+        API,
+        (),
+        'adapter to serve as a model: name=folder, or {"name": ..., "path": ...}; may be repeated',
+        metavar="NAME=FOLDER",
+    )
+    lora_allowed_path: tuple[str, ...] = argument(
+        ACCESS,
+        (),
+        "folder from which POST /v1/load_lora_adapter on the administration port may load; may be repeated",
+        metavar="FOLDER",
     )
     admin_port: int | None = argument(
         ADDRESS, None, "loopback port for administration: cache reset, drain (default: none)"
@@ -80,6 +93,11 @@ class ServerArgs:
         except ValueError:
             return False
 
+    @property
+    def loras(self) -> list[tuple[str, str]]:
+        """The names and folders of `lora_modules`. Raises ConfigError for one that has another form."""
+        return [_lora_module(text) for text in self.lora_modules]
+
     def check(self) -> None:
         """Raises ConfigError for invalid arguments, and for those that would allow unauthenticated access."""
         for name in ("port", "admin_port"):
@@ -104,5 +122,19 @@ class ServerArgs:
                 f"host={self.host} makes the engine reachable from the network without authentication: set --api-key "
                 "(or PENSTOCK_API_KEY), or pass --allow-unauthenticated if a proxy in front of it authenticates"
             )
+        modules = [name for name, _ in self.loras]
+        if len(set(modules)) < len(modules):
+            raise ConfigError(f"two lora_modules have one name: {', '.join(modules)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile must be given together")
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    if text.lstrip().startswith("{"):
+        given = read_object("lora_modules", text)
+        name, path = given.get("name"), given.get("path")
+    else:
+        name, _, path = text.partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ConfigError(f'lora_modules must be name=folder or {{"name": ..., "path": ...}}, got {text!r}')
+    return name, path

@@ -1,9 +1,10 @@
 """Chained block hashes: equal hashes mean equal tokens from the start of the prompt to the end of the block.
 
-`hash_i = SHA-256(hash_{i-1} || tokens of block i || tokens ahead)`; the chain starts from the request's `cache_salt`,
-so prompts with different salts never share a block. With a speculator that computes the KV of a position from the next
-token (MTP, EAGLE), the last slot of a block depends on the next block's first token: such tokens ahead are hashed with
-the block, so that its hash identifies its whole content. Only blocks whose tokens are all known have a hash.
+`hash_i = SHA-256(hash_{i-1} || tokens of block i || tokens ahead)`; the chain starts from the request's `kv_scope`, so
+prompts with different salts or adapters never share a block. With a speculator that computes the KV of a position from
+the next token (MTP, EAGLE), the last slot of a block depends on the next block's first token: such tokens ahead are
+hashed with the block, so that its hash identifies its whole content. Only blocks whose tokens are all known have a
+hash.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 BlockHash = bytes
 
 
-def root_hash(cache_salt: str | None) -> BlockHash:
+def root_hash(kv_scope: bytes) -> BlockHash:
     """Returns the start of a request's hash chain."""
-    return hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
+    return hashlib.sha256(b"penstock block chain\0" + kv_scope).digest()
 
 
 def extend_chain(

@@ -8,6 +8,7 @@ from penstock.core.block_pool import BlockKey
 from penstock.core.request import Request
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_events import BlockRemoved, BlockStored, KVEvent
+from penstock.utils.held_blocks import adapter_salt
 
 
 class KVEventRecorder:
@@ -66,13 +67,15 @@ class StepKVEventRecorder(KVEventRecorder):
             block_size=size,
             extra_keys=self._extra_keys(request, first, end),
             group_idx=group,
+            lora_name=None if request.data.adapter is None else request.data.adapter.name,
             kv_cache_spec_kind=_kind(self._specs[group]),
             kv_cache_spec_sliding_window=window or None,
         )
 
     def _extra_keys(self, request: Request, first: int, end: int) -> tuple[tuple[str, ...] | None, ...] | None:
         """Returns the inputs of each block's hash besides its tokens, or None if no block has any."""
-        salt = request.data.cache_salt
+        adapter = request.data.adapter
+        salt = adapter_salt(None if adapter is None else adapter.name, request.data.cache_salt)
         keys = [
             (*((salt,) if salt is not None and index == 0 else ()), *map(str, self._tokens_ahead(request, index)))
             for index in range(first, end)

@@ -88,7 +88,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self._block_size = block_size
         self._num_tokens_ahead = num_tokens_ahead
-        self._root_hash = root_hash(data.cache_salt)
+        self._root_hash = root_hash(data.kv_scope)
         self._extend_hashes()
 
     @property
@@ -142,8 +142,8 @@ class Request:
         return self.data.prompt_token_ids
 
     @property
-    def cache_salt(self) -> str | None:
-        return self.data.cache_salt
+    def kv_scope(self) -> bytes:
+        return self.data.kv_scope
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any]:

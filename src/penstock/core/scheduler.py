@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.config.engine import SchedulerConfig
+from penstock.core.adapter_slots import AdapterSlots
 from penstock.core.containment import contained
 from penstock.core.expert_balancer import ExpertBalancer
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
@@ -29,7 +30,7 @@ from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
-from penstock.messages.stats import BlockMap, SchedulerStats
+from penstock.messages.stats import SchedulerStats
 from penstock.utils.errors import GrammarError, OverloadedError, PenstockError, RequestError, RequestFailedError
 
 # The maximum number of requests skipped in one step because another is computing their prefix. After that the step
@@ -50,11 +51,14 @@ class Scheduler:
         transfer: KVTransfer = NO_TRANSFER,
         is_warm_up: bool = False,
         experts: ExpertBalancer | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """With `is_warm_up`, steps are marked as such, and no connector on any rank takes part in them."""
         self._kv = kv
+        self.pool = kv.pool
         self._grammars = grammars or StructuredOutputs(None)
         self.experts = experts or ExpertBalancer()
+        self.adapters = adapters or AdapterSlots(None)
         self._connector = transfer.connector
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
@@ -93,6 +97,7 @@ class Scheduler:
             raise
         self._num_arrivals += 1
         self._requests[data.request_id] = request
+        self.adapters.add(request)
         self._waiting.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
@@ -145,15 +150,6 @@ class Scheduler:
         self._connector.shutdown()
 
     # ---- Status and cache control ----
-
-    @property
-    def num_blocks(self) -> int:
-        """Returns the number of KV blocks that requests can use."""
-        return self._kv.pool.num_usable
-
-    def block_map(self, max_cells: int) -> BlockMap:
-        """Returns the block pool as at most `max_cells` letters (`BlockPool.map`)."""
-        return self._kv.pool.map(max_cells)
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Returns what the prefix cache and the connector's media have stored and removed since the last call."""
@@ -267,6 +263,7 @@ class Scheduler:
     def _rewind(self, request: Request) -> None:
         """Returns a request to the queue with its tokens but without its KV, which steps in flight may still write."""
         self._running.remove(request)
+        self.adapters.release(request)
         self._remote.detach(request)
         self._kv.release(request, self._step)
         request.preempt()
@@ -286,7 +283,8 @@ class Scheduler:
             index += 1
             if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
-            if not self._remote.has_turn(request) or self._grammars.is_compiling(request.request_id):
+            may_run = self._remote.has_turn(request) and self.adapters.has_room(request)
+            if not may_run or self._grammars.is_compiling(request.request_id):
                 continue
             hit = self._kv.find_prefix(request)
             # A running request is about to publish the next block. With priorities, its priority may be lower.
@@ -323,14 +321,14 @@ class Scheduler:
             self._running.add(request, batch)
             self._num_admissions += 1
             request.admit(self._num_admissions, num_present)
-            plan.add_new(request, block_ids, num_tokens)
+            plan.add_new(request, block_ids, num_tokens, self.adapters.acquire(request, plan.adapter_loads))
         return True
 
     # ---- Apply ----
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Applies one step's result. Results must come in the order of the steps."""
-        self._kv.pool.on_step_processed(plan.step)
+        self.pool.on_step_processed(plan.step)
         self._num_graph_replays += result.is_replayed
         self.experts.update_from_output(plan, result)
         last_admission = self._last_admissions.pop(plan.step)
@@ -408,10 +406,12 @@ class Scheduler:
         self._remote.detach(request)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            self.adapters.release(request)
             self._finished_request_ids.add(request.request_id)
         else:
             self._waiting.remove(request)
         params = self._free(request, reason)
+        self.adapters.remove(request)
         self._grammars.remove(request.request_id)
         request.finish_reason = reason
         request.set_status(RequestStatus.FINISHED)
@@ -436,9 +436,10 @@ class Scheduler:
         self._kv.check_integrity()
         self._remote.check_integrity()
         self.experts.check_integrity()
+        self.adapters.check_integrity(self._requests.values())
         assert not self._failed or self._last_admissions, "no step will report the requests that have failed"
         if not self._requests and not self._last_admissions and self._remote.is_idle:
-            assert self._kv.pool.is_unused, "blocks are missing at idle"
+            assert self.pool.is_unused, "blocks are missing at idle"
 
 
 def _check_queues(requests: Mapping[str, Request], runs: Iterable[Request], waits: Iterable[Request]) -> None:

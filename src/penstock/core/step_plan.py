@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.request import Request
+from penstock.messages.adapters import NO_SLOT, AdapterLoad
 from penstock.messages.experts import ExpertOrders
 from penstock.messages.requests import EngineRequest, RowRequest
 from penstock.messages.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
@@ -29,17 +30,18 @@ class StepPlan:
         self._barrier_step = 0
         self._num_sampling = 0
         self.expert_orders: ExpertOrders | None = None
+        self.adapter_loads: list[AdapterLoad] = []
 
     @property
     def is_empty(self) -> bool:
         """Returns whether the step computes nothing so far."""
         return not self._num_scheduled
 
-    def add_new(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
+    def add_new(self, request: Request, block_ids: BlockIds, num_tokens: int, adapter_slot: int = NO_SLOT) -> None:
         """Adds a request that enters (or re-enters) the runner and computes `num_tokens`."""
         self._new.append(
             NewRequestData(
-                request=_row_request(request.data),
+                request=_row_request(request.data, adapter_slot),
                 token_ids=tuple(request.token_ids),
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
@@ -88,8 +90,12 @@ class StepPlan:
             barrier_step=self._barrier_step,
             is_warm_up=self._is_warm_up,
             expert_orders=self.expert_orders,
+            adapter_loads=tuple(self.adapter_loads),
         )
 
 
-def _row_request(data: EngineRequest) -> RowRequest:
-    return RowRequest(**{name: getattr(data, name) for name in RowRequest.__struct_fields__})
+_COPIED = tuple(name for name in RowRequest.__struct_fields__ if name != "adapter_slot")
+
+
+def _row_request(data: EngineRequest, adapter_slot: int) -> RowRequest:
+    return RowRequest(**{name: getattr(data, name) for name in _COPIED}, adapter_slot=adapter_slot)

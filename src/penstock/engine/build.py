@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from penstock.config import env
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.config.replicas import config_of_engine
+from penstock.core.adapter_slots import AdapterSlots
 from penstock.core.expert_balancer import ExpertBalancer
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import KVEventRecorder, StepKVEventRecorder
@@ -141,7 +142,10 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
     grammars = None if config.tokenizer_path is None else LazyGrammarBackend(config)
     # The first engine's scheduler balances the experts of all.
     experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts) if dp_rank == 0 else ExpertBalancer()
-    scheduler = Scheduler(limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts)
+    adapters = AdapterSlots(config.lora)
+    scheduler = Scheduler(
+        limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts, adapters=adapters
+    )
     publisher = make_event_publisher(config.kv_events)
     core = EngineCore(
         scheduler,
@@ -176,6 +180,8 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         num_weights=sum(each.num_weights for each in facts),
         weight_bytes=sum(each.weight_bytes for each in facts),
         fingerprint=plan.fingerprint,
+        max_loras=0 if config.lora is None else config.lora.max_running,
+        lora_targets={name: target for each in facts for name, target in each.lora_targets.items()},
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)
 

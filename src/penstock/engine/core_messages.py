@@ -60,6 +60,13 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetAdapter:
+    call: int
+    digest: bytes
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CheckIntegrity:
     call: int
     dp_rank: int = 0
@@ -91,6 +98,7 @@ CODEC = Codec(
     EngineRequest,
     AbortRequests,
     ResetPrefixCache,
+    ForgetAdapter,
     CheckIntegrity,
     GetBlockMap,
     GetExpertMap,

@@ -20,6 +20,7 @@ from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
     CheckIntegrity,
+    ForgetAdapter,
     GetBlockMap,
     GetExpertMap,
     Ready,
@@ -113,6 +114,8 @@ class CoreProcess:
                 # Reports the removed blocks before the reply.
                 self._send(self._cores[dp_rank].report(dp_rank))
                 self._send(reply)
+            case ForgetAdapter(call, digest, dp_rank):
+                self._send(Reply(call, self._cores[dp_rank].forget_adapter(digest)))
             case GetBlockMap(call, max_cells, dp_rank):
                 self._send(Reply(call, self._cores[dp_rank].block_map(max_cells)))
             case GetExpertMap(call):

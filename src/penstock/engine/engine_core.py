@@ -102,7 +102,7 @@ class EngineCore:
     @property
     def num_blocks(self) -> int:
         """KV blocks available to requests."""
-        return self._scheduler.num_blocks
+        return self._scheduler.pool.num_usable
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
@@ -116,9 +116,13 @@ class EngineCore:
         self._publish_kv_events()
         return is_reset
 
+    def forget_adapter(self, digest: bytes) -> bool:
+        """Called when an adapter has been unloaded. Returns False if it may still be read: ask again later."""
+        return not self._in_flight and self._scheduler.adapters.forget(digest)
+
     def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
-        return self._scheduler.block_map(max_cells)
+        return self._scheduler.pool.map(max_cells)
 
     def expert_map(self) -> ExpertMap:
         """The loads of the experts that are balanced."""

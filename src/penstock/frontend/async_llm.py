@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
 from penstock.config.replicas import core_plans
 from penstock.engine.core_messages import Ready
+from penstock.frontend.adapters import AdapterStore, LoRARequest
 from penstock.frontend.core_client import CoreClient
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.front_end import FrontEnd, build_front_end, make_grammar_checker
@@ -20,6 +22,7 @@ from penstock.frontend.pooling import PoolingProcessor, Task
 from penstock.frontend.replica import Replica, RequestStream
 from penstock.frontend.scoring import ScorePlan, Texts, plan_scores
 from penstock.frontend.text_work import TextWork
+from penstock.messages.adapters import Adapter
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
@@ -28,8 +31,10 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.request_log import EngineObserver
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import EngineDeadError, RequestError
+from penstock.utils.errors import EngineDeadError, OverloadedError, RequestError
 from penstock.utils.machine import count_gpus, numa_nodes
+
+_CLEANING_SECONDS = 1.0
 
 ReplicaObservers = Callable[[int], Sequence[EngineObserver]]
 """Makes the observers of one data parallel rank."""
@@ -64,6 +69,10 @@ class AsyncLLM:
         self.text_work = TextWork()
         self._grammars = make_grammar_checker(config, self._front_end.tokenizer)
         self._clock = SystemClock()
+        self._adapters = AdapterStore(config.lora, ready[0].info.lora_targets)
+        self._adapter_change = asyncio.Lock()
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._is_closing = asyncio.Event()
         tokenizer = self._front_end.tokenizer
         self.replicas = tuple(
             Replica(core, each, tokenizer, observers(rank), self._on_restart)
@@ -178,6 +187,7 @@ class AsyncLLM:
         priority: int = 0,
         trace: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt; yields its output, updated in place, when it has changed.
 
@@ -185,7 +195,13 @@ class AsyncLLM:
         that it returns.
         """
         stream = await self.submit(
-            prompt, sampling_params, request_id, priority=priority, trace=trace, data_parallel_rank=data_parallel_rank
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            trace=trace,
+            data_parallel_rank=data_parallel_rank,
+            lora_request=lora_request,
         )
         try:
             async for output in stream:
@@ -202,14 +218,17 @@ class AsyncLLM:
         priority: int = 0,
         trace: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Submits a request to an engine core, that of `data_parallel_rank` if given. `trace` is a W3C traceparent.
 
-        Raises RequestError if it is invalid, OverloadedError if there is no room, EngineDeadError.
+        An adapter that is not loaded is. Raises RequestError if the request is invalid, ConfigError if its adapter is
+        unsuitable, OverloadedError if there is no room, EngineDeadError.
         """
         arrived = self._clock.now()
         params = sampling_params or self.get_default_sampling_params()
-        request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority)
+        adapter = None if lora_request is None else await self._resolve(lora_request)
+        request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority, adapter)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs.spec())
         return self._take(request, arrived, trace, data_parallel_rank)
@@ -304,6 +323,48 @@ class AsyncLLM:
         place = self._placement.choose(request, data_parallel_rank)
         return place.replica.submit(request, arrived, trace, place.num_cached)
 
+    @property
+    def loras(self) -> dict[str, str]:
+        """The loaded adapters: name -> the folder that it was read from."""
+        return {name: self._adapters.path(name) for name in self._adapters.names}
+
+    def lora_digest(self, lora_name: str) -> bytes:
+        """Returns the digest of a loaded adapter's contents; b"" if there is no such adapter."""
+        adapter = self._adapters.get(lora_name)
+        return b"" if adapter is None else adapter.digest
+
+    async def load_lora(self, lora_name: str, lora_path: str) -> None:
+        """Loads an adapter. Raises RequestError and ConfigError as `AdapterStore.load` does."""
+        async with self._adapter_change:
+            await asyncio.to_thread(self._adapters.load, lora_name, lora_path)
+
+    async def unload_lora(self, lora_name: str) -> None:
+        """Removes an adapter; requests that have it continue. Raises RequestError for an unknown name."""
+        async with self._adapter_change:
+            self._adapters.unload(lora_name)
+        if not self._cleaning:
+            task = asyncio.create_task(self._clean_up())
+            self._cleaning.add(task)
+            task.add_done_callback(self._cleaning.discard)
+
+    async def _resolve(self, request: LoRARequest) -> Adapter | None:
+        async with self._adapter_change:
+            return await asyncio.to_thread(self._adapters.resolve, request)
+
+    async def _clean_up(self) -> None:
+        """Removes the files of unloaded adapters when nothing reads them any more."""
+        while self._adapters.has_unserved:
+            for digest in self._adapters.unused():
+                # A core that is restarted or dead has no adapters.
+                with contextlib.suppress(OverloadedError, EngineDeadError):
+                    if not all(await asyncio.gather(*(each.forget_adapter(digest) for each in self.replicas))):
+                        continue
+                async with self._adapter_change:
+                    self._adapters.remove(digest)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_closing.wait(), _CLEANING_SECONDS)
+                return
+
     async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Removes all cached prefixes; with `reset_connector` also the KV that the connector keeps elsewhere.
 
@@ -317,14 +378,16 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """Stops the engine cores; requests that still wait for tokens raise EngineDeadError. Idempotent."""
+        self._is_closing.set()
         await asyncio.gather(*(replica.shutdown() for replica in self.replicas))
         await self._grammars.shutdown()
+        self._adapters.close()
 
     async def _process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, adapter: Adapter | None
     ) -> ProcessedRequest:
         process = self._front_end.input_processor.process
-        return await self.text_work.run(_num_characters(prompt), process, request_id, prompt, params, priority)
+        return await self.text_work.run(_num_characters(prompt), process, request_id, prompt, params, priority, adapter)
 
     def _on_restart(self) -> None:
         """Called when a new core serves. Its KV cache may have another size than the first one's."""

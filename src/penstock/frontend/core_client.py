@@ -13,6 +13,7 @@ from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
     CheckIntegrity,
+    ForgetAdapter,
     GetBlockMap,
     GetExpertMap,
     Ready,
@@ -82,6 +83,10 @@ class CoreClient(asyncio.Protocol):
     async def reset_prefix_cache(self, reset_connector: bool = False, dp_rank: int = 0) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return bool(await self._call(lambda number: ResetPrefixCache(number, reset_connector, dp_rank)))
+
+    async def forget_adapter(self, digest: bytes, dp_rank: int = 0) -> bool:
+        """See `EngineCore.forget_adapter`."""
+        return bool(await self._call(lambda number: ForgetAdapter(number, digest, dp_rank)))
 
     async def block_map(self, max_cells: int, dp_rank: int = 0) -> BlockMap:
         """Returns the block pool as letters (`BlockPool.map`)."""

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.config.pooling import PoolingConfig
 from penstock.frontend.detokenizer import Detokenizer
 from penstock.frontend.pooling import prompt_text
+from penstock.messages.adapters import Adapter
 from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import MAX_COUNT, SamplingParams
@@ -64,7 +65,14 @@ class InputProcessor:
         self._pooling = pooling
         self._counter = itertools.count()
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> ProcessedRequest:
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        adapter: Adapter | None = None,
+    ) -> ProcessedRequest:
         """Raises RequestError naming the field and its limit."""
         if self._pooling is not None:
             raise RequestError(
@@ -106,6 +114,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
+            adapter=adapter,
         )
         others = (
             replace(first, request_id=f"{request_id}#{index}", seed=seed + (index << 48) & _SEED_MASK)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.engine.build import build_engine
+from penstock.frontend.adapters import AdapterStore, LoRARequest
 from penstock.frontend.front_end import build_front_end
 from penstock.frontend.idle_transfers import IdleTransfers
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
@@ -62,6 +63,7 @@ class LLM:
             self._front_end = build_front_end(self.config, self._limits)
             on_failure.pop_all()
         self._outputs = OutputProcessor(self._front_end.tokenizer)
+        self._adapters = AdapterStore(self.config.lora, self.info.lora_targets)
         self._is_running = False
         self._transfers = IdleTransfers(engine)
         # Also called when the program exits, because no step may run then. Afterwards it keeps nothing alive.
@@ -88,14 +90,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or many; results are in the order of the prompts.
 
         A prompt is text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`, and
-        `output_token_ids` to continue). Raises RequestError, before anything runs, if one of them is invalid. An
+        `output_token_ids` to continue). An adapter is for all prompts, or there is one or None for each. Raises
+        RequestError, before anything runs, if one of them is invalid, and ConfigError for an unsuitable adapter. An
         interrupt aborts the running requests and leaves the engine usable.
         """
-        return self._finish(self._process(prompts, sampling_params, priority), use_tqdm)
+        return self._finish(self._process(prompts, sampling_params, priority, lora_request), use_tqdm)
 
     def encode(
         self,
@@ -196,22 +200,26 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, each a list of `{"role": ..., "content": ...}`."""
         conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         tokenizer = self.get_tokenizer()
         prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(each, **options)} for each in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Completes one prompt; yields its result, updated in place, after every step that changed it.
 
         Closing the iterator aborts the request.
         """
-        with closing(self._run(self._process([prompt], sampling_params, None))) as run:
+        with closing(self._run(self._process([prompt], sampling_params, None, lora_request))) as run:
             while True:
                 with interrupts_held():
                     changed = next(run, None)
@@ -232,6 +240,14 @@ class LLM:
         with self._transfers.paused():
             return self._core.reset_prefix_cache(reset_connector)
 
+    def unload_lora(self, lora_name: str) -> None:
+        """Removes an adapter. Raises RequestError for an unknown name."""
+        self._adapters.unload(lora_name)
+        with self._transfers.paused():
+            for digest in self._adapters.unused():
+                if self._core.forget_adapter(digest):
+                    self._adapters.remove(digest)
+
     def check_integrity(self) -> None:
         """Recomputes all derived state of the scheduler and block pool; AssertionError if it is inconsistent."""
         with self._transfers.paused():
@@ -241,23 +257,30 @@ class LLM:
         """Frees the worker; the engine cannot be used afterwards."""
         self._close_transfers()
         self._core.shutdown()
+        self._adapters.close()
 
     def _process(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[ProcessedRequest]:
         each_prompt, each_priority = _aligned(prompts, priority)
         count = len(each_prompt)
+        each_lora = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * count
+        if len(each_lora) != count:
+            raise RequestError(f"{count} prompts but {len(each_lora)} lora_request", "lora_request")
         if params is None:
             params = self.get_default_sampling_params()
         each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(each_params) != count:
             raise RequestError(f"{count} prompts but {len(each_params)} sampling_params", "sampling_params")
         requests = [
-            self._front_end.input_processor.process(str(next(self._request_counter)), prompt, each, rank)
-            for prompt, each, rank in zip(each_prompt, each_params, each_priority, strict=True)
+            self._front_end.input_processor.process(
+                str(next(self._request_counter)), prompt, each, rank, self._adapters.resolve(lora)
+            )
+            for prompt, each, rank, lora in zip(each_prompt, each_params, each_priority, each_lora, strict=True)
         ]
         limit = self._limits.max_num_queued_requests
         if any(request.params.n > limit for request in requests):

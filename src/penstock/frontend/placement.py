@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.frontend.input_processor import ProcessedRequest
 from penstock.frontend.replica import Replica
 from penstock.utils.errors import RequestError
-from penstock.utils.held_blocks import PromptKeys
+from penstock.utils.held_blocks import PromptKeys, adapter_salt
 from penstock.utils.placement import least_loaded
 
 
@@ -54,5 +54,7 @@ class Placement:
         """Returns the cached tokens of each replica; 0 unless the policy uses them."""
         if not self._is_prefix_aware:
             return dict.fromkeys(self._replicas, 0)
-        prompt = PromptKeys(request.prompt_token_ids, (request.children[0].cache_salt or "",))
+        child = request.children[0]
+        salt = adapter_salt(None if child.adapter is None else child.adapter.name, child.cache_salt)
+        prompt = PromptKeys(request.prompt_token_ids, (salt or "",))
         return {replica: replica.num_cached(prompt) for replica in self._replicas}

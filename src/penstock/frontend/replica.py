@@ -107,10 +107,14 @@ class Replica:
         core.add_handler(self._on_message)
 
     async def reset_prefix_cache(self, reset_connector: bool) -> bool:
-        """See `EngineCore.reset_prefix_cache`. This and the next three raise OverloadedError during a restart, and
+        """See `EngineCore.reset_prefix_cache`. This and the next four raise OverloadedError during a restart, and
         EngineDeadError after the last death.
         """
         return await self._core.client.reset_prefix_cache(reset_connector, self._dp_rank)
+
+    async def forget_adapter(self, digest: bytes) -> bool:
+        """See `EngineCore.forget_adapter`."""
+        return await self._core.client.forget_adapter(digest, self._dp_rank)
 
     async def block_map(self, max_cells: int) -> BlockMap:
         """See `EngineCore.block_map`."""
@@ -193,6 +197,7 @@ class Replica:
                     n=request.params.n,
                     max_tokens=request.params.max_tokens,
                     trace=trace,
+                    adapter=None if child.adapter is None else child.adapter.name,
                 )
             )
             core.add_request(replace(child, dp_rank=self._dp_rank) if self._dp_rank else child)

@@ -56,8 +56,8 @@ class RequestView(Protocol):
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
     @property
-    def cache_salt(self) -> str | None:
-        """The salt, which `block_hashes` include: KV is shared only between requests with the same one."""
+    def kv_scope(self) -> bytes:
+        """The salt and the adapter, which `block_hashes` include: only requests with equal ones share KV."""
         ...
 
     @property

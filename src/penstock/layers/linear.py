@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.heads_linear import PackedHeads
 from penstock.kernels.linear import PackedLinear, into_one
+from penstock.kernels.lora import LoraLayer
 from penstock.kernels.quantized import QuantizedWeight
 from penstock.parallel.groups import TensorGroup
 from penstock.parallel.topology import Share
@@ -24,7 +25,11 @@ class Linear:
     The output has the dtype of `x`, or the accumulators' float32 if the CPU's kernels compute and the layer `is_wide`.
 
     A quantized weight stays quantized on a CPU; on a GPU the layer has its values. `dtype` is then that of `x`.
+
+    `adapters` are those of the layer's LoRA, if it may have any.
     """
+
+    adapters: LoraLayer | None = None
 
     def __init__(
         self,
@@ -55,7 +60,10 @@ class Linear:
         return layer
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._apply(x)
+        out = self._apply(x)
+        if self.adapters is not None:
+            self.adapters.add(x, out)
+        return out
 
     def dense_weight(self) -> torch.Tensor:
         """Returns [out_features, in_features]: the layer's own tensor if it is used unchanged; on the CPU, where it is

@@ -8,7 +8,7 @@ import json
 import random
 import resource
 import string
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,7 +18,8 @@ from penstock.loadgen.datasets import Sample
 from penstock.loadgen.runner import wait_until
 from penstock.loadgen.stream import Outcome, ResponseStream, error_message, take_vector
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import ConfigError
+from penstock.utils.errors import ConfigError, PeerError, PenstockError
+from penstock.utils.names import one_line
 
 _REQUEST_TIMEOUT = 6 * 3600.0
 _LOOKUP_TIMEOUT = 60.0
@@ -27,6 +28,8 @@ _RETRY_EVERY = 1.0
 # Shorter than servers keep idle connections (5 s is common): a request must not meet one that is just being closed.
 _KEEPALIVE = 2.0
 _ERROR_CHARS = 300
+_MAX_ERROR_BYTES = 64 << 10
+_MAX_LOOKUP_BYTES = 64 << 20
 _MAX_OPEN_FILES = 65536
 
 
@@ -68,9 +71,9 @@ class Server:
                 break
             except ConfigError as error:
                 if self._clock.now() >= deadline:
-                    raise ConfigError(f"{error} (is the server up? is --base-url right?)") from None
+                    raise ConfigError(f"{error} (is the server up? is its address right?)") from None
                 await wait_until(asyncio.get_running_loop().time() + _RETRY_EVERY)
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
             for model in models:
                 if name in (None, model["id"]):
                     limit = model.get("max_model_len")
@@ -82,17 +85,15 @@ class Server:
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns a JSON object; sends a POST if there is a body. Raises ConfigError for every failure."""
         url = self._base_url + path
+        parts = BoundedBody(_MAX_LOOKUP_BYTES)
         try:
-            async with self._session.request(
-                "GET" if body is None else "POST", url, json=body, timeout=aiohttp.ClientTimeout(total=_LOOKUP_TIMEOUT)
-            ) as response:
-                if response.status != 200:
-                    raise ConfigError(f"{url} answered {await _http_error(response)}")
-                answer = await response.json(content_type=None)
-        except ConfigError:
-            raise
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ConfigError(f"{url}: {str(error) or type(error).__name__}") from None
+            data = None if body is None else json.dumps(body).encode()
+            await self.exchange(path, data, parts.take, _LOOKUP_TIMEOUT)
+            answer = json.loads(parts.data)
+        except StatusError as error:
+            raise ConfigError(f"{url} answered {error}") from None
+        except (PeerError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{url}: {error}") from None
         if not isinstance(answer, dict):
             raise ConfigError(f"{url} did not answer with a JSON object")
         return answer
@@ -100,35 +101,84 @@ class Server:
     async def generate(self, path: str, body: bytes, prompt_len: int) -> Outcome:
         """Sends one request and times its stream; failures are the outcome's `error`."""
         stream = ResponseStream(self._clock.now(), prompt_len)
-
-        async def read(response: aiohttp.ClientResponse) -> None:
-            async for data in response.content.iter_any():
-                stream.receive(data, self._clock.now())
-
-        return stream.finish(await self._post(path, body, read))
+        return stream.finish(await self._post(path, body, lambda data: stream.receive(data, self._clock.now())))
 
     async def embed(self, path: str, body: bytes, prompt_len: int) -> Outcome:
         """Sends one request for a vector and times its whole response; failures are the outcome's `error`."""
         outcome = Outcome(self._clock.now(), prompt_len, has_usage=True)
-
-        async def read(response: aiohttp.ClientResponse) -> None:
-            take_vector(await response.read(), outcome)
-
-        outcome.error = await self._post(path, body, read)
+        parts = BoundedBody(_MAX_LOOKUP_BYTES)
+        outcome.error = await self._post(path, body, parts.take)
+        if not outcome.error:
+            try:
+                take_vector(parts.data, outcome)
+            except ValueError as error:
+                outcome.error = str(error)
         outcome.latency = self._clock.now() - outcome.started
         return outcome
 
-    async def _post(self, path: str, body: bytes, read: Callable[[aiohttp.ClientResponse], Awaitable[None]]) -> str:
-        """Sends a request and reads its answer. Returns what has failed, or an empty string."""
-        headers = {"Content-Type": "application/json"}
+    async def exchange(
+        self, path: str, body: bytes | None, take: Callable[[bytes], None], timeout: float = _REQUEST_TIMEOUT
+    ) -> None:
+        """Sends a request, a POST if there is a body, and passes the answer's body to `take` as it arrives.
+
+        Raises PeerError if there is no answer with status 200 within `timeout` seconds, StatusError if its status is
+        another one, and PeerError for a ValueError of `take`. Redirects are not followed: they are errors too.
+        """
+        headers = {} if body is None else {"Content-Type": "application/json"}
         try:
-            async with self._session.post(self._base_url + path, data=body, headers=headers) as response:
+            async with self._session.request(
+                "GET" if body is None else "POST",
+                self._base_url + path,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=timeout),
+            ) as response:
                 if response.status != 200:
-                    return await _http_error(response)
-                await read(response)
+                    raise StatusError(response.status, await _http_error(response))
+                async for data in response.content.iter_any():
+                    take(data)
+        except TimeoutError:
+            raise PeerError(f"no complete answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            return str(failure) or type(failure).__name__
+            if isinstance(failure, PenstockError):
+                raise
+            raise PeerError(str(failure) or type(failure).__name__) from None
+
+    async def _post(self, path: str, body: bytes, take: Callable[[bytes], None]) -> str:
+        """Sends a request and reads its answer. Returns what has failed, or an empty string."""
+        try:
+            await self.exchange(path, body, take)
+        except PeerError as failure:
+            return str(failure)
         return ""
+
+
+class StatusError(PeerError):
+    """The server answered with another status than 200; the message contains the status and the server's reason."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BoundedBody:
+    """Collects the body of an answer. `take` raises ValueError when it becomes larger than `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._parts: list[bytes] = []
+        self._room = max_bytes
+        self._max_bytes = max_bytes
+
+    def take(self, data: bytes) -> None:
+        self._room -= len(data)
+        if self._room < 0:
+            raise ValueError(f"the answer is larger than {self._max_bytes >> 20} MiB")
+        self._parts.append(data)
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self._parts)
 
 
 class ServerTokenizer:
@@ -200,7 +250,13 @@ def _allow_open_files(number: int) -> None:
 
 
 async def _http_error(response: aiohttp.ClientResponse) -> str:
-    text = await response.text(errors="replace")
-    with contextlib.suppress(ValueError):
+    if target := response.headers.get("Location"):
+        shown = one_line(target[:_ERROR_CHARS])
+        return f"HTTP {response.status}: a redirect to {shown}: pass the address that it leads to"
+    data = b""
+    while len(data) < _MAX_ERROR_BYTES and (part := await response.content.read(_MAX_ERROR_BYTES - len(data))):
+        data += part
+    text = data.decode(errors="replace")
+    with contextlib.suppress(ValueError, RecursionError):
         text = error_message(json.loads(text))
-    return f"HTTP {response.status}: {text[:_ERROR_CHARS].strip() or response.reason}"
+    return f"HTTP {response.status}: {one_line(text[:_ERROR_CHARS]) or response.reason}"

@@ -32,22 +32,35 @@ class Outcome:
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
+class EventReader:
+    """Splits a body into server-sent events. Raises ValueError for one that is larger than `max_bytes`."""
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._rest = b""
+
+    def receive(self, data: bytes) -> list[bytes]:
+        """Takes bytes as they arrive, divided anywhere. Returns the data of the events that are complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self._max_bytes:
+            raise ValueError(f"an event is larger than {self._max_bytes >> 20} MiB")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
 class ResponseStream:
     """Reads the server-sent events of `/v1/completions` or `/v1/chat/completions`; `finish` returns the result."""
 
     def __init__(self, started: float, prompt_len: int) -> None:
         self._outcome = Outcome(started, prompt_len)
         self._texts: list[str] = []
-        self._rest = b""
+        self._events = EventReader()
         self._newest = started
         self._ended = False
 
     def receive(self, data: bytes, now: float) -> None:
         """Takes bytes as they arrive, divided anywhere. Raises ValueError for an error event or an invalid one."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._take_event(line[5:].strip(), now)
+        for event in self._events.receive(data):
+            self._take_event(event, now)
 
     def finish(self, error: str = "") -> Outcome:
         """Ends the response; `error` is the failure that ended it early, if any."""

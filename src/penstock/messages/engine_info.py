@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.messages.adapters import LoraTarget
+
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`kernels` is the kernel set in use: an instruction set of the native library (`native.ARITHMETIC` lists them), or
@@ -15,7 +17,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
     `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
     over all ranks. Engines with the same `fingerprint` generate the same tokens: it covers the weights, the model's
-    configuration and the arithmetic.
+    configuration and the arithmetic. `max_loras` is how many adapters run at once, and `lora_targets` are the
+    projections that adapters may change, by name.
     """
 
     dtype: str
@@ -42,6 +45,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_weights: int = 0
     weight_bytes: int = 0
     fingerprint: str = ""
+    max_loras: int = 0
+    lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
 
     @property
     def num_ranks(self) -> int:

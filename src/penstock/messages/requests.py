@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from penstock.messages.adapters import NO_SLOT, Adapter
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import GrammarSpec
 
@@ -18,7 +19,7 @@ class EngineRequest:
     `sampling_params` is resolved: `max_tokens` and `seed` are set. `eos_token_ids` are the
     model's end-of-sequence tokens, empty when the request ignores them; `stop_token_ids` are the request's own.
     `second_text_start` is where the second text of a pair begins, 0 where there is none. `dp_rank` is the engine's that
-    computes it, among those of its core.
+    computes it, among those of its core. With an `adapter`, its LoRA is part of the model.
     """
 
     request_id: str
@@ -35,14 +36,23 @@ class EngineRequest:
     grammar: GrammarSpec | None = None
     second_text_start: int = 0
     dp_rank: int = 0
+    adapter: Adapter | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
+    @property
+    def kv_scope(self) -> bytes:
+        """Requests share KV only if this is equal: the adapter's digest after a byte that no text has, and the salt."""
+        salt = (self.cache_salt or "").encode()
+        return salt if self.adapter is None else b"\xff" + self.adapter.digest + salt
+
 
 class RowRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The data that a worker needs for a request besides its tokens; the fields are those of `EngineRequest`."""
+    """The data that a worker needs for a request besides its tokens; the fields are those of `EngineRequest`, and the
+    slot that its adapter has while it runs.
+    """
 
     request_id: str
     num_prompt_tokens: int
@@ -52,3 +62,4 @@ class RowRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     second_text_start: int = 0
+    adapter_slot: int = NO_SLOT

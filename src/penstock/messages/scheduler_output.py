@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from penstock.messages.adapters import AdapterLoad
 from penstock.messages.experts import ExpertOrders, RowCounts
 from penstock.messages.kv_transfer import KVConnectorMetadata
 from penstock.messages.requests import RowRequest
@@ -52,7 +53,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `GrammarOutput` for it. The tokens allowed for them depend on their earlier tokens: results of steps up to
     `barrier_step` are applied first (0: none). Rows of finished and preempted requests are freed before anything else.
     A warm-up step is not passed to the connector, and its experts are not counted. `expert_orders` are for the ranks
-    that have that layer.
+    that have that layer. `adapter_loads` come before the step's rows.
 
     Engines that share experts make each step together: `rows_by_engine` has the rows of all of them, in the order of
     their data parallel ranks, and an engine without tokens takes part in the passes of the others. It is empty for an
@@ -76,6 +77,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     is_warm_up: bool = False
     expert_orders: ExpertOrders | None = None
     rows_by_engine: tuple[RowCounts, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
 
     @property
     def is_empty(self) -> bool:

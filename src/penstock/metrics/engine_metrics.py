@@ -14,6 +14,7 @@ from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import SchedulerStats, SpeculationStats, StepReport
 from penstock.metrics.families import Families, Gauge
 from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
+from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError
 
 _TOTALS = (
@@ -81,6 +82,8 @@ class EngineMetrics:
         }
         self._cache_info = gauges["vllm:cache_config_info"]
         self._engine_info = gauges["penstock:engine_info"]
+        self._lora_info = gauges["vllm:lora_requests_info"]
+        self._shown_lora: tuple[str, ...] = ()
         self._shown: list[tuple[Gauge, tuple[str, ...]]] = []  # the last values of these two
         self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
         self._kv_connector = gauges["penstock:kv_connector"]
@@ -187,9 +190,18 @@ class EngineMetrics:
         gauges["penstock:engine_up"].set(engine.outage is None)
         gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
         self._read_connector(stats.connector)
+        if engine.info.max_loras:
+            self._show_adapters(engine)
         num_by_phase = engine.log.num_by_phase()
         for phase, gauge in self._phases.items():
             gauge.set(num_by_phase[phase])
+
+    def _show_adapters(self, engine: WatchedEngine) -> None:
+        if self._shown_lora:
+            self._lora_info.remove(*self._shown_lora)
+        names = (",".join(each) for each in engine.log.adapters())
+        self._shown_lora = (*self._common, str(engine.info.max_loras), *names)
+        self._lora_info.labels(*self._shown_lora).set(SystemClock().wall())
 
     def _read_connector(self, counts: Mapping[str, float]) -> None:
         """Exports counts by peer as counters, and all others as one gauge."""

@@ -31,7 +31,7 @@ class Phase(enum.StrEnum):
 @dataclass(slots=True)
 class RequestRecord:
     """One completion. `phases` are the phases that it has entered, with their times; `trace` is its caller's
-    traceparent. With `is_pooled` its answer has no tokens, and was returned at its end.
+    traceparent, `adapter` the name of its LoRA. With `is_pooled` its answer has no tokens, and was returned at its end.
     """
 
     request_id: str
@@ -40,6 +40,7 @@ class RequestRecord:
     n: int = 1
     max_tokens: int | None = None
     trace: str | None = None
+    adapter: str | None = None
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -106,6 +107,14 @@ class RequestLog:
     def num_by_phase(self) -> Counter[Phase]:
         """Returns the number of running requests in each phase."""
         return Counter(record.phase for record in self._running.values())
+
+    def adapters(self) -> tuple[list[str], list[str]]:
+        """Returns the names of the adapters that requests run with, and of those that others wait with, sorted."""
+        running, waiting = set[str](), set[str]()
+        for record in self._running.values():
+            if record.adapter is not None:
+                (running if record.phase in (Phase.PREFILL, Phase.DECODE) else waiting).add(record.adapter)
+        return sorted(running), sorted(waiting)
 
     def recent(self) -> list[RequestRecord]:
         """Returns all records: recently ended requests in order of their end, then running ones in order of arrival."""

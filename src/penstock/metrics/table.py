@@ -70,6 +70,13 @@ METRICS = (
     gauge("vllm:num_requests_waiting", "Requests in the queue."),
     gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all of them."),
     gauge("vllm:cache_config_info", "The KV cache; always 1.", "block_size", "num_gpu_blocks"),
+    gauge(
+        "vllm:lora_requests_info",
+        "Adapters of running and of waiting requests, with commas between them; the time of the scrape.",
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+    ),
     # The scheduler's totals.
     counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),

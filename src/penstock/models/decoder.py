@@ -301,7 +301,8 @@ def _make_head(config: ModelConfig, weights: Weights, inner: Weights, embedding:
     """`weights` has a head of its own, `inner` the embedding."""
     vocab, hidden = config.vocab_size, config.hidden_size
     quantization = weights.load_quantization.for_head()
-    weights, inner = (replace(each, load_quantization=quantization) for each in (weights, inner))
+    # Adapters change no head.
+    weights, inner = (replace(each, load_quantization=quantization, lora=None) for each in (weights, inner))
     if not _has_tied_head(config, weights):
         return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
     assert embedding is not None, "a tied head without an embedding"

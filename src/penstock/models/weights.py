@@ -30,6 +30,7 @@ from penstock.layers.linear import (
     SummingLinear,
 )
 from penstock.messages.tensor_rows import TensorRows
+from penstock.models.lora import LoraModel
 from penstock.models.sources.source import ALL, Part, WeightSource
 from penstock.parallel.groups import ALONE, TensorGroup
 from penstock.parallel.topology import Share
@@ -180,7 +181,8 @@ class Weights:
     `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
     or as fast as possible, and `check` is called with each of them and its weight. With `expert_parallel` the ranks
     have whole experts; these are divided among the ranks of `expert_group`, by default `group`. Layers that are stored
-    unquantized are rounded as `load_quantization` says. `size` counts what is delivered.
+    unquantized are rounded as `load_quantization` says. `size` counts what is delivered. Layers that may have adapters
+    register with `lora`, if there is one.
     """
 
     source: WeightSource
@@ -197,6 +199,7 @@ class Weights:
     check: Check = trust
     load_quantization: LoadQuantization = AS_STORED
     size: LoadedSize = field(default_factory=LoadedSize)
+    lora: LoraModel | None = None
 
     def __truediv__(self, part: str | int) -> Weights:
         return replace(self, prefix=f"{self.prefix}{part}.")
@@ -308,8 +311,22 @@ class Weights:
         in a checkpoint that stores them so.
         """
         pieces = self._pieces(outputs, own, stored_as)
+        layer = self._read_linear(stored_as or ", ".join(outputs), pieces, width, bias, is_wide, order)
+        if self.lora is not None:
+            projections = [(self.prefix + name, count, own) for name, count, own in pieces]
+            layer.adapters = self.lora.register(projections, width, order)
+        return layer
+
+    def _read_linear(
+        self,
+        name: str,
+        pieces: Sequence[_Piece],
+        width: int,
+        bias: bool,
+        is_wide: bool,
+        order: torch.Tensor | None,
+    ) -> Linear:
         biases = self._delivered(*self._read_rows(pieces, kind=".bias")) if bias else None
-        name = stored_as or ", ".join(outputs)
         parts, shape = self._read_rows(pieces, width, kind=".weight")
         if order is None and keeps_quantized(self.dtype, self.device):
             parts = list(_join_alike(parts))

@@ -16,7 +16,7 @@ from penstock.router.instances import State
 from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.pool import Member
 from penstock.utils.errors import PeerError
-from penstock.utils.held_blocks import PromptKeys, scoped_salt
+from penstock.utils.held_blocks import PromptKeys, adapter_salt, scoped_salt
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -108,10 +108,15 @@ def salts_of(headers: bodies.Headers, body: Mapping[str, Any]) -> tuple[str, ...
     """Returns the salts that an instance may have used: if it requires keys, it scopes a request's salt by the key."""
     salt = body.get("cache_salt")
     salt = salt if isinstance(salt, str) else None
+    salts = [salt]
     kind, _, value = {name.lower(): value for name, value in headers}.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer":
-        return (salt or "",)
-    return (salt or "", scoped_salt(value.strip().encode("utf-8", "replace"), salt))
+    if kind.lower() == "bearer":
+        salts.append(scoped_salt(value.strip().encode("utf-8", "replace"), salt))
+    model = body.get("model")
+    if isinstance(model, str):
+        # It may be an adapter.
+        salts += [adapter_salt(model, each) for each in salts]
+    return tuple(each or "" for each in salts)
 
 
 def _is_choice(ready: Sequence[Member]) -> bool:

@@ -13,6 +13,7 @@ from penstock.messages.tensor_rows import TensorRows
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.experts import PlacedExperts
 from penstock.models.interface import Model
+from penstock.models.lora import LoraModel
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.models.pooling_head import PoolingHead
 from penstock.models.weights import LoadedSize
@@ -28,7 +29,8 @@ class LoadedModel:
     """A model, or a rank's part of it, before it has any KV cache; `drafter` is the speculator's, if it has one.
 
     `experts` are those of both that the ranks divide, by layer. `read` lists what was read of the checkpoints for both,
-    with digests of the bytes if a KV connector needs them; `size` is that of all their weights.
+    with digests of the bytes if a KV connector needs them; `size` is that of all their weights. `lora` are the model's
+    layers that may have adapters, if the engine has any.
     """
 
     model: Model
@@ -40,6 +42,7 @@ class LoadedModel:
     links: RankLinks = NO_LINKS
     pooling_head: PoolingHead | None = None
     experts: Mapping[str, PlacedExperts] = field(default_factory=dict[str, PlacedExperts])
+    lora: LoraModel | None = None
 
     @property
     def draft_kv_cache_specs(self) -> dict[str, KVCacheSpec]:

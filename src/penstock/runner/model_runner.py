@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
+from penstock.models.lora import LoraModel
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import TableWriter
 from penstock.runner.expert_mover import ExpertStep
@@ -55,6 +57,7 @@ class ModelRunner:
     kv_step: KVStep
     experts: ExpertStep
     poisoned: KVCache | None  # the cache if new blocks are filled with NaN, so that early reads show
+    lora: LoraModel | None
     max_drafts_in_flight: int | None  # if set, every step checks the two counts of computed tokens
     _parked: ExecuteModelState | None = field(default=None, init=False)
 
@@ -66,12 +69,17 @@ class ModelRunner:
 
     def _forward(self, plan: SchedulerOutput) -> ExecuteModelState | None:
         self.experts.begin(plan)
+        if self.lora is not None:
+            for load in plan.adapter_loads:
+                self.lora.load(load.slot, load.adapter)
         self._update_rows(plan)
         if plan.is_empty:
             self.experts.skip()
             return None
         self.end.prepare(plan)
         batch = self.inputs.build(plan)
+        if self.lora is not None:
+            self.lora.rows.set(np.repeat(self.states.rows.adapter_slot[batch.host.rows], batch.host.query_lens))
         if self.max_drafts_in_flight is not None:
             exact = self.states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
             ahead = batch.host.num_computed_upper_bound - exact

@@ -35,7 +35,8 @@ class RequestStates:
 
     def add(self, new: NewRequestData) -> int:
         """Assigns a row to a request and returns it; visible on the device once the writer has applied it."""
-        row = self.rows.add(new.request_id, len(new.token_ids), new.request.second_text_start)
+        second_text_start, slot = new.request.second_text_start, new.request.adapter_slot
+        row = self.rows.add(new.request_id, len(new.token_ids), second_text_start, slot)
         self._writer.write(self.token_ids, row, 0, new.token_ids)
         self._writer.write(self.num_computed_exact, row, 0, (new.num_computed_tokens,))
         self._writer.write(self.num_in_states, row, 0, (new.num_computed_tokens,))

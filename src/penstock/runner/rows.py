@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from penstock.messages.adapters import NO_SLOT
+
 
 class Rows:
     """Threading: the runner's thread."""
@@ -19,6 +21,7 @@ class Rows:
         self.prefill_len = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
         self.generation = np.zeros(max_num_reqs, dtype=np.int64)  # number of requests that the row has had
         self.second_text_start = np.zeros(max_num_reqs, dtype=np.int64)  # in a pair of texts, else 0
+        self.adapter_slot = np.zeros(max_num_reqs, dtype=np.int32)  # -1 without an adapter
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs))
 
@@ -39,11 +42,14 @@ class Rows:
                 rows.append(row)
         return rows
 
-    def add(self, request_id: str, num_known_tokens: int, second_text_start: int = 0) -> int:
+    def add(
+        self, request_id: str, num_known_tokens: int, second_text_start: int = 0, adapter_slot: int = NO_SLOT
+    ) -> int:
         """Assigns the lowest free row to a request and returns it."""
         assert request_id not in self._rows, request_id
         row = self._rows[request_id] = heapq.heappop(self._free_rows)
         self.prefill_len[row] = num_known_tokens
         self.generation[row] += 1
         self.second_text_start[row] = second_text_start
+        self.adapter_slot[row] = adapter_slot
         return row

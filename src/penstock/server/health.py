@@ -60,7 +60,7 @@ async def ready(request: Request) -> Response:
     found = health_of(service)
     is_ready = found.status == "ok"
     # The route needs no key, and the metrics have the names too.
-    names = () if service.args.protect_metrics else service.model_names
+    names = () if service.args.protect_metrics else (*service.model_names, *service.llm.loras)
     body = {"ready": is_ready, "reason": found.reason, "models": names}
     return JSONResponse(body, status_code=200 if is_ready else 503)
 

@@ -26,7 +26,7 @@ from penstock.server.openai.tool_calls.registry import make_format
 from penstock.server.service import Service
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import ConfigError
+from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.hosts import in_url
 
 logger = logging.get_logger(__name__)
@@ -79,6 +79,7 @@ async def serve(
     try:
         on_loaded(llm.info)
         service = _make_service(llm, args, names, metrics, rates)
+        await _load_loras(service)
         servers = [_make_server(create_app(service), args)]
         sockets = [public]
         if admin is not None:
@@ -112,6 +113,15 @@ def _make_service(
         started=int(SystemClock().wall()),
         closing=asyncio.Event(),
     )
+
+
+async def _load_loras(service: Service) -> None:
+    """Loads the adapters that are served from the start. Raises ConfigError."""
+    for name, path in service.args.loras:
+        try:
+            await service.load_lora(name, path)
+        except RequestError as error:
+            raise ConfigError(f"lora_modules {name}={path}: {error}") from None
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from penstock.config.server import ServerArgs
+from penstock.frontend.adapters import LoRARequest
 from penstock.frontend.async_llm import AsyncLLM
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
@@ -17,7 +18,7 @@ from penstock.server.openai.reasoning import ReasoningFormat
 from penstock.server.openai.responses_api.store import ResponseStore
 from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import OverloadedError, RequestError
+from penstock.utils.errors import ConfigError, OverloadedError, RequestError
 from penstock.utils.held_blocks import scoped_salt
 
 
@@ -75,9 +76,23 @@ class Service:
 
     def check_model(self, model: str | None) -> str:
         """Returns the model's name, by default the first one. Raises NotFoundError for an unknown model."""
-        if model is not None and model not in self.model_names:
-            raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(self.model_names)}")
+        names = (*self.model_names, *self.llm.loras)
+        if model is not None and model not in names:
+            raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(names)}")
         return model or self.model_names[0]
+
+    def lora_request(self, model: str | None) -> LoRARequest | None:
+        """Returns the adapter that a model's name stands for, None if it is the model's own."""
+        return LoRARequest(model) if model is not None and model not in self.model_names else None
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Serves an adapter as a model. Raises RequestError if it cannot be loaded under this name."""
+        if name in self.model_names:
+            raise RequestError(f"{name!r} is the model's own name: choose another one", "lora_name")
+        try:
+            await self.llm.load_lora(name, path)
+        except ConfigError as error:
+            raise RequestError(str(error), "lora_path") from None
 
     def cache_scope(self, request: Request, salt: str | None) -> str | None:
         """Returns the cache salt of a request: its own, scoped to its API key if there is one."""

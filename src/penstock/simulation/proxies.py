@@ -295,7 +295,7 @@ class Proxies(Clients):
 
     @staticmethod
     def _digest(turn: _Turn) -> bytes:
-        return digest_prompt(turn.prompt, turn.cache_salt)
+        return digest_prompt(turn.prompt, (turn.cache_salt or "").encode())
 
     def _count(self, name: str, by: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by

@@ -27,6 +27,11 @@ def scoped_salt(api_key: bytes, salt: str | None) -> str:
     return f"{scope}/{salt or ''}"
 
 
+def adapter_salt(name: str | None, salt: str | None) -> str | None:
+    """Returns a salt that also stands for an adapter, if there is one."""
+    return salt if name is None else f"lora {name}/{salt or ''}"
+
+
 class PromptKeys:
     """The keys of a prompt's blocks, for each of the salts with which an engine may have cached them."""
 

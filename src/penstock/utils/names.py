@@ -21,6 +21,11 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
+def one_line(text: str) -> str:
+    """Returns text of another program as one line that is safe to print: without control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
+
+
 def is_unicode(text: str) -> bool:
     """Returns False for text with a lone surrogate, which JSON can contain and UTF-8 cannot encode."""
     try:

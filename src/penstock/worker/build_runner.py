@@ -90,6 +90,7 @@ def make_runner(
         kv_step=kv_step,
         experts=experts,
         poisoned=poisoned,
+        lora=loaded.lora,
         max_drafts_in_flight=limits.max_num_drafts * limits.max_steps_ahead if debug else None,
     )
 

@@ -14,6 +14,7 @@ from penstock.messages.kv_transfer import ShardId
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.experts import PlacedExperts, placed_experts
 from penstock.models.interface import Model
+from penstock.models.lora import LoraModel
 from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
@@ -84,13 +85,17 @@ def load_model(
                 size=size,
             )
 
+    lora: LoraModel | None = None
+    if config.lora is not None:
+        limit = config.scheduler.max_num_batched_tokens
+        lora = LoraModel(config.lora.num_slots, limit, TORCH_DTYPES[config.model.dtype])
     with memory_for(f"the weights of {config.model.path}", device, advice):
-        model, drafter, experts = _build(config, parts, shard, links, weights_of)
+        model, drafter, experts = _build(config, parts, shard, links, weights_of, lora)
         head = _read_head(config, shard, weights_of)
     read = tuple(rows for prefix, each in zip(("", DRAFT_PREFIX), digests, strict=False) for rows in each.rows(prefix))
     if config.pooling is None:
         model = parts.for_small_steps(model, config.execution)
-    return LoadedModel(model, config.model, device, read, size, drafter, links, head, experts)
+    return LoadedModel(model, config.model, device, read, size, drafter, links, head, experts, lora)
 
 
 def _read_head(
@@ -110,6 +115,7 @@ def _build(
     shard: ShardId,
     links: RankLinks,
     weights_of: Callable[[ModelConfig], AbstractContextManager[Weights]],
+    lora: LoraModel | None,
 ) -> tuple[Model, Drafter | None, dict[str, PlacedExperts]]:
     if config.model.encoder is not None:
         with weights_of(config.model) as weights:
@@ -123,7 +129,8 @@ def _build(
     with weights_of(config.model) as weights:
         feeds_head = stage.is_last and (has_mtp or eagle3 is not None)
         has_logits = config.pooling is None
-        decoder = build_model(config.model, weights, aux_layers, stage, feeds_head, has_logits)
+        # Adapters are for the model alone: drafts are verified by it.
+        decoder = build_model(config.model, replace(weights, lora=lora), aux_layers, stage, feeds_head, has_logits)
         layers = list(decoder.layers)
         if has_mtp and stage.is_last:
             drafter = build_mtp(config.model, weights, decoder)

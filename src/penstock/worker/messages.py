@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.kv_transfer.factory import ConnectorContext
+from penstock.messages.adapters import LoraTarget
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
 from penstock.messages.memory_budget import MemoryBudget
@@ -58,8 +59,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafter's under separate names; its KV at a position depends on the following `num_tokens_ahead` tokens.
     `expert_memories` are the names of the memory of a layer's experts, if experts move; those of a drafter are among
     them. `arithmetic` names the kernels: those with another name give other last bits. `read` lists what was read of
-    the checkpoints. `kernels`, `device_name`, `num_threads`, `num_weights` and `weight_bytes` are for
-    display (`EngineInfo`).
+    the checkpoints. `lora_targets` are the projections that adapters may change, by name. `kernels`, `device_name`,
+    `num_threads`, `num_weights` and `weight_bytes` are for display (`EngineInfo`).
     """
 
     shard: ShardId
@@ -75,6 +76,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_weights: int = 0
     weight_bytes: int = 0
+    lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
     expert_memories: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
 
 

@@ -130,6 +130,7 @@ class LoadedWorker:
             draft_kv_cache_specs=draft_specs,
             num_tokens_ahead=ahead,
             memory=memory_budget(config, loaded, smallest, parts),
+            lora_targets={} if loaded.lora is None else loaded.lora.targets,
             arithmetic=parts.arithmetic(config.execution),
             read=loaded.read,
             num_weights=loaded.size.num_weights,

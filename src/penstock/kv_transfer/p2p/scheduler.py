@@ -90,7 +90,7 @@ class P2PScheduler(NullSchedulerConnector):
             case RemotePrefill():
                 if role == "kv_producer":
                     raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
-                digest = digest_prompt(request.prompt_token_ids, request.cache_salt)
+                digest = digest_prompt(request.prompt_token_ids, request.kv_scope)
                 self._remote[request.request_id] = request.hold_id
                 self._exchange.want(request.hold_id, asked, digest)
             case None:
@@ -133,7 +133,7 @@ class P2PScheduler(NullSchedulerConnector):
         ticket = self._exchange.offer(
             Offer(
                 hold_id=request.hold_id,
-                prompt_digest=digest_prompt(request.prompt_token_ids, request.cache_salt),
+                prompt_digest=digest_prompt(request.prompt_token_ids, request.kv_scope),
                 num_tokens=request.num_prompt_tokens,
                 block_ids=block_ids,
             )

@@ -34,11 +34,10 @@ class Ticket(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-def digest_prompt(token_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """Returns [16 bytes], equal for equal prompts whatever the block size, and different for different salts."""
-    salt = (cache_salt or "").encode()
+def digest_prompt(token_ids: Sequence[int], kv_scope: bytes) -> bytes:
+    """Returns [16 bytes], equal for equal prompts whatever the block size, and different for different scopes."""
     tokens = array("q", token_ids).tobytes()
-    return hashlib.blake2b(len(salt).to_bytes(8, "little") + salt + tokens, digest_size=16).digest()
+    return hashlib.blake2b(len(kv_scope).to_bytes(8, "little") + kv_scope + tokens, digest_size=16).digest()
 
 
 class TicketOffice:

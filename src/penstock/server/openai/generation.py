@@ -219,7 +219,7 @@ async def start(
         raise RequestError(
             f"there must be one prompt with output_token_ids, got {len(prompts)}: send one request per prompt", "prompt"
         )
-    salt = service.cache_scope(request, body.cache_salt)
+    salt, lora = service.cache_scope(request, body.cache_salt), service.lora_request(body.model)
     trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
     service.llm.check_count(len(prompts) * params.n, rank)
     streams: list[RequestStream] = []
@@ -236,6 +236,7 @@ async def start(
                     priority=body.priority or 0,
                     trace=trace,
                     data_parallel_rank=rank,
+                    lora_request=lora,
                 )
             streams.append(stream)
     except BaseException:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.errors import JSONResponse, NotFoundError
+from penstock.server.errors import JSONResponse
 from penstock.server.openai.conversation import render_messages, template_options
 from penstock.server.openai.prompts import Tokenizing
 from penstock.server.openai.protocol import ERRORS, DetokenizeRequest, TokenizeRequest
@@ -20,31 +20,31 @@ router = APIRouter()
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
+    path = service.llm.loras.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "penstock",
-        "root": service.model_names[0],
-        "parent": None,
+        "root": service.model_names[0] if path is None else path,
+        "parent": None if path is None else service.model_names[0],
         "max_model_len": service.llm.max_model_len,
     }
 
 
 @router.get("/v1/models", responses=ERRORS)
 async def list_models(request: Request) -> Response:
-    """Lists the names of this server's model."""
+    """Lists the names of this server's model, and its adapters."""
     service = service_of(request)
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.model_names]})
+    names = (*service.model_names, *service.llm.loras)
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in names]})
 
 
 @router.get("/v1/models/{model:path}", responses=ERRORS)
 async def retrieve_model(model: str, request: Request) -> Response:
     """Returns one of the names."""
     service = service_of(request)
-    if model not in service.model_names:
-        raise NotFoundError(f"there is no model {model!r} here")
-    return JSONResponse(_card(service, model))
+    return JSONResponse(_card(service, service.check_model(model)))
 
 
 @router.post("/tokenize", responses=ERRORS)

@@ -22,7 +22,7 @@ def reported_stream(service: Service, request: Request, body: GenerationRequest,
     asked = request.headers.get(STREAM_HEADER)
     if asked is None or not body.stream or body.n not in (None, 1):
         return None
-    own = _fingerprint(service)
+    own = _fingerprint(service, body.model)
     if asked == ASK:
         return StreamName(own, answer_id, int(service.clock.wall()))
     name = name_of(asked)
@@ -36,9 +36,12 @@ def reported_stream(service: Service, request: Request, body: GenerationRequest,
     return name
 
 
-def _fingerprint(service: Service) -> str:
+def _fingerprint(service: Service, model: str | None) -> str:
     """Returns text that is equal for servers that answer a request with the same tokens and chunks."""
     template = service.llm.get_tokenizer().chat_template_source if service.llm.has_tokenizer else None
     formats = (service.tool_format and service.tool_format.NAME, service.reasoning.name)
-    parts = (service.llm.info.fingerprint, service.model_names, template, formats, service.default_sampling_params)
+    lora = service.lora_request(model)
+    adapter = b"" if lora is None else service.llm.lora_digest(lora.lora_name)
+    names = (service.model_names, model)
+    parts = (service.llm.info.fingerprint, adapter, names, template, formats, service.default_sampling_params)
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=16).hexdigest()

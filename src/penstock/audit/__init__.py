@@ -1,0 +1,1 @@
+"""`penstock audit`: whether a server of the OpenAI API ever answers from the state of another request."""

@@ -1,0 +1,171 @@
+"""The LoRA adapters that a front end serves, by name.
+
+The engine reads a private copy of an adapter's files, so that its tokens do not change with them. A copy is removed
+when its adapter has been unloaded, no request has it, and the engine cores have forgotten it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
+from penstock.messages.adapters import Adapter, LoraTarget
+from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.names import is_unicode
+
+_MAX_NAME_LENGTH = 256
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter for `LLM.generate` and `AsyncLLM.generate`, in vLLM's terms. `lora_path` is a folder that PEFT has
+    written. `lora_int_id` is not used: the contents of its files identify an adapter.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+class AdapterStore:
+    """Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: LoraConfig | None, targets: Mapping[str, LoraTarget]) -> None:
+        """`config` is None if the engine has no adapters, `targets` are the projections that they may change."""
+        self._config = config
+        self._targets = targets
+        self._by_name: dict[str, Adapter] = {}
+        self._paths: dict[str, str] = {}
+        # The adapters that were made of each copy, as long as anything has them.
+        self._copies: dict[bytes, list[weakref.ref[Adapter]]] = {}
+        self._folder: Path | None = None
+        self._close: Callable[[], object] = lambda: None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def get(self, name: str) -> Adapter | None:
+        return self._by_name.get(name)
+
+    def path(self, name: str) -> str:
+        """Returns the folder that a loaded adapter was read from."""
+        return self._paths[name]
+
+    def load(self, name: str, path: str) -> Adapter:
+        """Copies and checks an adapter, and serves it under a name that is not in use, unless for the same contents.
+
+        Raises RequestError if the engine has no adapters, or the name is in use or invalid, and ConfigError if its
+        files are unsuitable or there is no room for a copy.
+        """
+        if self._config is None:
+            raise RequestError("the engine was started without adapters: start it with enable_lora", "lora_request")
+        if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or not is_unicode(name):
+            raise RequestError(
+                f"lora_name must be printable text of 1 to {_MAX_NAME_LENGTH} characters, got {name[:40]!r}",
+                "lora_name",
+            )
+        if "\0" in path or not is_unicode(path):
+            raise RequestError("lora_path must be the path of a folder", "lora_path")
+        adapter = self._copy(name, Path(path).expanduser())
+        known = self._by_name.get(name)
+        if known is not None and known.digest != adapter.digest:
+            raise RequestError(
+                f"the name {name!r} is in use for an adapter with other contents: unload that first", "lora_name"
+            )
+        if known is None:
+            self._by_name[name], self._paths[name] = adapter, path
+        return self._by_name[name]
+
+    def resolve(self, request: LoRARequest | None) -> Adapter | None:
+        """Returns the adapter of a request, which is loaded if its name is not known. Raises the errors of `load`."""
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, got {type(request).__name__}", "lora_request")
+        known = self._by_name.get(request.lora_name)
+        if known is not None and request.lora_path in ("", self._paths[request.lora_name]):
+            return known
+        if not request.lora_path:
+            raise RequestError(f"there is no adapter {request.lora_name!r}: give its lora_path", "lora_request")
+        return self.load(request.lora_name, request.lora_path)
+
+    def unload(self, name: str) -> None:
+        """Ends the use of a name; requests that have its adapter continue. Raises RequestError for an unknown name."""
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:
+            raise RequestError(f"there is no adapter {name!r}", "lora_name")
+        del self._paths[name]
+
+    @property
+    def has_unserved(self) -> bool:
+        """Whether there are copies of adapters that have no name."""
+        return len(self._copies) > len({adapter.digest for adapter in self._by_name.values()})
+
+    def unused(self) -> list[bytes]:
+        """Returns the digests of adapters that have no name and no request any more."""
+        served = {adapter.digest for adapter in self._by_name.values()}
+        copies = [(digest, made) for digest, made in self._copies.items() if digest not in served]
+        return [digest for digest, made in copies if all(each() is None for each in made)]
+
+    def remove(self, digest: bytes) -> None:
+        """Removes the copy of an adapter that no engine core reads any more, unless it is used again."""
+        if digest in self.unused():
+            del self._copies[digest]
+            shutil.rmtree(self._place(digest), ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes all copies; no request follows. Idempotent."""
+        self._close()
+
+    def _copy(self, name: str, source: Path) -> Adapter:
+        assert self._config is not None
+        read_adapter(source)  # before anything is copied
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="penstock-lora-"))
+            # Also when the program exits.
+            self._close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        copy = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            digest = hashlib.sha256(b"penstock adapter\0")
+            for file in (CONFIG, WEIGHTS):
+                size = _copy_file(source / file, copy / file, digest)
+                digest.update(size.to_bytes(8, "little"))
+            check_targets(read_adapter(copy), self._targets, self._config.max_rank)
+        except OSError as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise ConfigError(f"the adapter in {source} cannot be copied to {copy}: {error}") from None
+        except BaseException:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+        place = self._place(digest.digest())
+        if place.exists():
+            shutil.rmtree(copy, ignore_errors=True)
+        else:
+            copy.rename(place)
+        adapter = Adapter(name, digest.digest(), str(place))
+        made = self._copies.setdefault(adapter.digest, [])
+        made[:] = [*(each for each in made if each() is not None), weakref.ref(adapter)]
+        return adapter
+
+    def _place(self, digest: bytes) -> Path:
+        assert self._folder is not None
+        return self._folder / digest.hex()
+
+
+def _copy_file(source: Path, target: Path, digest: hashlib._Hash) -> int:
+    """Copies a file and returns its size; `digest` is given what was written."""
+    size = 0
+    with source.open("rb") as stream, target.open("wb") as out:
+        while piece := stream.read(_PIECE_BYTES):
+            out.write(piece)
+            digest.update(piece)
+            size += len(piece)
+    return size

@@ -1,0 +1,329 @@
+"""LoRA adapters: equal to PEFT's, with the same bits in every company, and no KV shared that is not theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from penstock import LLM, AsyncLLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from penstock.config.model_path import resolve_model_path
+from tests.integration.checkpoints import COMMON, make_checkpoint
+from tests.integration.raw_http import call
+from tests.integration.server_process import serve
+from tests.integration.test_disaggregation import transfer_config
+from tests.integration.test_identity_families import CELLS, PLAIN, Answer, answer, requests
+from tests.lora_files import projections, write_adapter
+from tests.quantized_formats import quantize_checkpoint
+
+# Plain, in pairs of neighbours with a fused feed-forward part, with one tensor of queries, keys and values, with norms
+# on both sides of the parts, with experts that no adapter changes, and with recurrent layers.
+FAMILIES = {
+    "llama-biases": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "glm4": ["q_proj", "v_proj", "gate_up_proj", "down_proj"],
+    "phi3-partial": ["qkv_proj", "o_proj", "gate_up_proj"],
+    "gemma3": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"],
+    "qwen3-moe": ["q_proj", "k_proj", "o_proj"],
+    "qwen3.5": ["q_proj", "v_proj", "in_proj_qkv", "out_proj", "down_proj"],
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+
+
+def with_adapter(path: Path, folder: Path, targets: Sequence[str]) -> peft.PeftModel:
+    """Writes an adapter with PEFT, and returns its model with it."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    config = peft.LoraConfig(
+        r=6,
+        lora_alpha=9,
+        target_modules=list(targets),
+        rank_pattern={targets[0]: 3},
+        alpha_pattern={targets[-1]: 20},
+        use_rslora=len(targets) % 2 == 1,
+        init_lora_weights=False,
+    )
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(str(folder))
+    return adapted
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_peft_and_the_merged_checkpoint(name: str, tmp_path: Path) -> None:
+    path = make_checkpoint(name, tmp_path)
+    model = with_adapter(path, tmp_path / "adapter", FAMILIES[name])
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist() for length in (5, 40, 33)]
+    llm = LLM(str(path), skip_tokenizer_init=True, max_num_batched_tokens=24, enable_lora=True)
+    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    found = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapter)
+    plain = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    for prompt, with_it, without in zip(prompts, found, plain, strict=True):
+        output = with_it.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        assert output == logits.argmax(-1).tolist()
+        expected = logits.log_softmax(-1).max(-1).values
+        given = with_it.outputs[0].logprobs
+        assert given is not None
+        logprobs = [at[token].logprob for at, token in zip(given, output, strict=True)]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-3, atol=1e-3)
+        assert answer(with_it) != answer(without)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    llm = LLM(str(tmp_path / "merged"), skip_tokenizer_init=True)
+    merged = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    assert [each.outputs[0].token_ids for each in merged] == [each.outputs[0].token_ids for each in found]
+
+
+class Adapters:
+    """A checkpoint with two adapters, and the answers of each request with each of them and without, alone."""
+
+    def __init__(self, folder: Path, name: str = "qwen3-128", **arguments: Any) -> None:
+        self.path = make_checkpoint(name, folder, torch.bfloat16)
+        sizes = projections(json.loads((self.path / "config.json").read_text()))
+        folders = [write_adapter(folder / str(seed), sizes, seed=seed, rank=3 + 9 * seed) for seed in range(2)]
+        self.loras = [None, *(LoRARequest(f"adapter{seed}", seed, str(each)) for seed, each in enumerate(folders))]
+        self.expected: list[list[Answer]] = []
+        llm = self.engine(**arguments)
+        for lora in self.loras:
+            self.expected.append([self.answers(llm, [request], [lora])[0] for request in requests()])
+        llm.shutdown()
+        assert self.expected[0] != self.expected[1] != self.expected[2]
+
+    def engine(self, **changes: Any) -> LLM:
+        return LLM(str(self.path), **{**PLAIN, "enable_lora": True, **changes})
+
+    @staticmethod
+    def answers(llm: LLM, of: Sequence[Any], loras: Sequence[LoRARequest | None]) -> list[Answer]:
+        prompts, params = zip(*of, strict=True)
+        outputs = llm.generate(list(prompts), list(params), use_tqdm=False, lora_request=list(loras))
+        assert all(output.error is None for output in outputs)
+        return [answer(output) for output in outputs]
+
+    def check_mixed(self, llm: LLM) -> None:
+        """Every request with every adapter, all together, twice: then what the first time left is used."""
+        of = [request for request in requests() for _ in self.loras]
+        loras = self.loras * len(requests())
+        wanted = [self.expected[number % 3][number // 3] for number in range(len(of))]
+        for _ in range(2):
+            assert self.answers(llm, of, loras) == wanted
+            llm.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("adapters"))
+
+
+QUICK = ("chunks", "hits", "three ranks, drafts", "a tier")
+MORE = ("overlap", "preemption", "drafts", "ranks of stages")
+
+
+@pytest.mark.parametrize("cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.long) for cell in MORE)])
+def test_mixed_adapters_have_the_bits_of_each_alone(adapters: Adapters, cell: str) -> None:
+    llm = adapters.engine(**CELLS[cell], distributed_executor_backend="uniproc")
+    adapters.check_mixed(llm)
+    stats = llm.stats()
+    llm.shutdown()
+    if cell == "preemption":
+        assert stats.num_preemptions > 0
+    if cell == "hits":
+        assert stats.prefix_cache_hits > 300
+    if cell == "a tier":
+        assert stats.connector["num_loads"] > 0
+
+
+@pytest.mark.parametrize("limits", [{"max_loras": 1}, {"max_loras": 1, "max_cpu_loras": 2, "async_scheduling": True}])
+def test_fewer_slots_than_adapters(adapters: Adapters, limits: dict[str, Any]) -> None:
+    llm = adapters.engine(enable_prefix_caching=True, **limits)
+    adapters.check_mixed(llm)
+    llm.shutdown()
+
+
+def test_quantized_weights(tmp_path: Path, adapters: Adapters) -> None:
+    """The adapters are added to the layers as they are: the same as to those of the decompressed twin."""
+    quantized, twin = quantize_checkpoint(adapters.path, tmp_path, "packed with zero points")
+    found: list[list[Answer]] = []
+    for path in (quantized, twin):
+        llm = LLM(str(path), **PLAIN, enable_lora=True)
+        found.append(adapters.answers(llm, requests()[:3], adapters.loras))
+        llm.shutdown()
+    assert found[0] == found[1]
+
+
+def test_kv_of_another_engine_is_that_of_the_adapter(adapters: Adapters, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"enable_prefix_caching": True, "distributed_executor_backend": "uniproc"}
+    prefill = adapters.engine(kv_transfer_config=transfer_config("kv_producer"), tensor_parallel_size=2, **common)
+    decode = adapters.engine(kv_transfer_config=transfer_config("kv_consumer"), **common)
+    prompt, params = requests()[5]
+    asked = replace(params, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+
+    def handed_over(given: LoRARequest | None, taken: LoRARequest | None) -> tuple[Answer, int]:
+        (first,) = prefill.generate([prompt], asked, use_tqdm=False, lora_request=given)
+        wanted = replace(params, kv_transfer_params=first.kv_transfer_params)
+        assert decode.reset_prefix_cache()
+        (found,) = decode.generate([prompt], wanted, use_tqdm=False, lora_request=taken)
+        assert found.error is None
+        return answer(found), found.num_cached_tokens
+
+    for lora, expected in zip(adapters.loras, adapters.expected, strict=True):
+        assert handed_over(lora, lora) == (expected[5], (len(prompt) - 1) // 16 * 16)
+    # Another adapter's KV is never given: the prompt is computed.
+    assert handed_over(adapters.loras[1], adapters.loras[2]) == (adapters.expected[2][5], 0)
+    assert handed_over(None, adapters.loras[1]) == (adapters.expected[1][5], 0)
+    assert handed_over(adapters.loras[2], None) == (adapters.expected[0][5], 0)
+    for llm in (prefill, decode):
+        llm.check_integrity()
+        llm.shutdown()
+
+
+def test_adapters_with_one_name_in_turn_share_no_block(adapters: Adapters, tmp_path: Path) -> None:
+    llm = adapters.engine(enable_prefix_caching=True)
+    prompt, params = requests()[5]
+    num_whole = (len(prompt) - 1) // 16 * 16
+    for turn, number in enumerate((1, 2, 1)):
+        lora = adapters.loras[number]
+        assert lora is not None
+        for again in range(2):
+            (found,) = llm.generate([prompt], params, use_tqdm=False, lora_request=replace(lora, lora_name="one"))
+            assert answer(found) == adapters.expected[number][5]
+            # The last one's contents are known: its blocks are still there.
+            assert found.num_cached_tokens == (num_whole if again or turn == 2 else 0)
+        llm.unload_lora("one")
+    # A salt that spells another scope is only a salt.
+    (found,) = llm.generate([{"prompt_token_ids": prompt, "cache_salt": "one"}], params, use_tqdm=False)
+    assert found.num_cached_tokens == 0
+    llm.shutdown()
+
+
+def test_bad_input(adapters: Adapters, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        adapters.engine(max_lora_rank=0)
+    llm = adapters.engine(max_lora_rank=3)
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        llm.generate([[1, 2]], use_tqdm=False, lora_request=adapters.loras[2])
+    with pytest.raises(RequestError, match="2 prompts but 1 lora_request"):
+        llm.generate([[1], [2]], use_tqdm=False, lora_request=[None])
+    head = write_adapter(tmp_path / "head", {"lm_head": (96, 301)})
+    with pytest.raises(ConfigError, match="output heads"):
+        llm.generate([[1]], use_tqdm=False, lora_request=LoRARequest("head", 1, str(head)))
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
+    llm.shutdown()
+    llm = adapters.engine(enable_lora=False)
+    with pytest.raises(RequestError, match="enable_lora"):
+        llm.generate([[1]], use_tqdm=False, lora_request=adapters.loras[1])
+    llm.shutdown()
+
+
+def test_adapters_come_and_go_under_load(adapters: Adapters) -> None:
+    """Names change their contents while requests run; nothing is left of them."""
+
+    async def run() -> None:
+        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True, "max_loras": 1})
+        folder: Path | None = None
+
+        async def turn(client: int, number: int) -> None:
+            lora, (prompt, params) = adapters.loras[1 + number % 2], requests()[number % 6]
+            assert lora is not None
+            name = f"client{client}"
+            await llm.load_lora(name, lora.lora_path)
+            nonlocal folder
+            folder = Path(llm._adapters.get(name).folder).parent  # pyright: ignore
+            task = asyncio.create_task(collect(llm, prompt, params, LoRARequest(name)))
+            if number % 3:
+                await asyncio.sleep(0.01 * number)
+                await llm.unload_lora(name)  # while it runs
+                assert await task == adapters.expected[1 + number % 2][number % 6]
+            else:
+                await asyncio.sleep(0.01)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await llm.unload_lora(name)
+
+        async def client(number: int) -> None:
+            for each in range(6):
+                await turn(number, number + each)
+
+        await asyncio.gather(*map(client, range(4)))
+        assert llm.loras == {}
+        await llm.wait_until_idle()
+        assert folder is not None
+        for _ in range(100):
+            if not os.listdir(folder):
+                break
+            await asyncio.sleep(0.1)
+        assert os.listdir(folder) == []
+        await llm.check_integrity()
+        await llm.shutdown()
+        assert not folder.exists()
+
+    asyncio.run(run())
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, lora: LoRARequest) -> Answer:
+    outputs = [output async for output in llm.generate(prompt, params, lora_request=lora)]
+    return answer(outputs[-1])
+
+
+@pytest.fixture(scope="module")
+def demo_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = projections(json.loads((resolve_model_path("demo") / "config.json").read_text()))
+    return write_adapter(tmp_path_factory.mktemp("allowed") / "adapter", sizes, rank=8)
+
+
+def test_the_server(demo_adapter: Path, tmp_path: Path) -> None:
+    allowed = ("--lora-allowed-path", str(demo_adapter.parent))
+    module = ("--lora-modules", json.dumps({"name": "first", "path": str(demo_adapter)}))
+    with serve("--model", "demo", "--enable-lora", *module, *allowed) as server:
+
+        def text(model: str, path: str = "/v1/completions") -> tuple[int, Any]:
+            body = {"model": model, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+            found = call(server.url, "POST", path, body)
+            return found.status, found.json()["choices"][0]["text"] if found.status == 200 else found.json()
+
+        def change(verb: str, **body: Any) -> tuple[int, Any]:
+            found = call(server.admin_url, "POST", f"/v1/{verb}_lora_adapter", body)
+            return found.status, found.json()
+
+        base, first = text("demo"), text("first")
+        assert base[0] == first[0] == 200
+        assert base[1] != first[1]
+        assert change("load", lora_name="second", lora_path=str(demo_adapter))[0] == 200
+        cards = {card["id"]: card for card in call(server.url, "GET", "/v1/models").json()["data"]}
+        assert cards["demo"]["parent"] is None
+        assert cards["second"]["parent"] == "demo"
+        assert cards["first"]["root"] == str(demo_adapter)
+        assert call(server.url, "GET", "/v1/models/second").json()["parent"] == "demo"
+        assert text("second") == first
+        chat = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        assert call(server.url, "POST", "/v1/chat/completions", chat).json()["model"] == "second"
+        scrape = call(server.url, "GET", "/metrics").body.decode()
+        assert 'max_lora="8",model_name="demo",running_lora_adapters="",waiting_lora_adapters=""' in scrape
+        assert change("unload", lora_name="second", lora_int_id=2)[0] == 200
+        assert text("second")[0] == 404
+        for name, path, words in (
+            ("demo", str(demo_adapter), "own name"),
+            ("x", str(tmp_path), "within a folder"),
+            ("x", str(demo_adapter / ".." / ".." / "x"), "within a folder"),
+            ("x", "a\0b", "path of a folder"),
+            ("x", str(demo_adapter.parent), "adapter_config.json"),
+            ("", str(demo_adapter), "lora_name"),
+        ):
+            status, error = change("load", lora_name=name, lora_path=path)
+            assert status == 400, error
+            assert words in error["error"]["message"]
+        assert change("unload", lora_name="second")[0] == 400
+        # The public port does not have the routes.
+        assert call(server.url, "POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "y"}).status == 404
+        assert text("first") == first
