@@ -211,11 +211,11 @@ def merged(events: list[bytes]) -> list[Any]:
         roles += "role" in delta
         text += choice.get("text") or delta.get("content") or ""
         reasoning += delta.get("reasoning") or ""
-        calls += "".join(json.dumps(call["function"]) for call in delta.get("tool_calls", ()))
+        for call in delta.get("tool_calls", ()):
+            calls += call["function"].get("name", "") + call["function"]["arguments"]
         token_ids += choice.get("token_ids", [])
         found = choice["logprobs"] or {}
         logprobs += found.get("content") or list(zip(*filter(None, found.values()), strict=True))
-    calls = calls.replace('{"arguments": "', "").replace('"}', "")
     ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
     return [text, reasoning, logprobs, token_ids, calls, roles, ends, sorted(names)]
 
