@@ -1,13 +1,14 @@
 """Kills, stops and restarts the processes of a disaggregated service under load, and checks the answers to clients.
 
-    python bench/pd_faults.py [--rounds 12] [--seed 0] [--only ROUND]
+    python bench/pd_faults.py [--rounds 12] [--seed 0] [--only ROUND] [--decodes 1]
 
-Real processes: a prefill and a decode instance of the built-in model, with a router in front of them and 32 streams of
-greedy requests. Half of the rounds drive them one after the other over TCP, half at once over shared memory. In each
+Real processes: a prefill and two decode instances of the built-in model, with a router in front of them and 32 streams
+of greedy requests. Half of the rounds drive them one after the other over TCP, half at once over shared memory. In each
 round a fault happens to one process at a random moment; then
 
 - every request must have ended within its deadline, and every token that a client got must be the one that a single
-  engine gives. A request may fail only if the decode instance was killed or restarted;
+  engine gives. A request may fail only if the only decode instance (`--decodes 1`) was killed or restarted: otherwise
+  its stream goes on at the other one;
 - all instances, including restarted ones, must become idle again: no request, no block in use or held, no process and
   no shared memory left over, and requests must again be answered with KV that was transferred.
 
@@ -135,15 +136,15 @@ class Rounds:
             row.add(await self._load(plan), may_fail=False)
             self._span = time.monotonic() - started
             await self._settle(row)
-        found = await self._cluster.servers["decode"].metrics(self._session)
         assert not row.problems, row.problems
-        assert found["p2p_consumer_completed"] > 0, "nothing was transferred"
+        assert await self._num_transferred() > 0, "nothing was transferred"
 
     async def run(self, plan: Plan) -> Row:
         row = Row(plan.kind)
         server = self._cluster.servers[plan.name]
         fault = asyncio.create_task(self._inject(plan, server, row))
-        row.add(await self._load(plan), may_fail=plan.name == "decode" and not plan.is_survived)
+        is_last = plan.name == "decode" and len(self._cluster.decodes) == 1
+        row.add(await self._load(plan), may_fail=is_last and not plan.is_survived)
         await fault
         await self._settle(row)
         await self._cluster.wait_routed()
@@ -178,16 +179,19 @@ class Rounds:
 
     async def _use_again(self, row: Row) -> list[Answer]:
         """KV must be transferred once more. On a busy machine it may arrive too late at first, and is recomputed."""
-        decode = self._cluster.servers["decode"]
         answers: list[Answer] = []
         for case in sorted(self._cases, key=lambda case: -len(case.prompt))[:_TRIES]:
-            before = (await decode.metrics(self._session)).get("p2p_consumer_completed", 0)
+            before = await self._num_transferred()
             answers.append(await self._ask(case))
-            if (await decode.metrics(self._session)).get("p2p_consumer_completed", 0) > before:
+            if await self._num_transferred() > before:
                 return answers
             await self._settle(row)
         row.problems.append("KV is no longer transferred")
         return answers
+
+    async def _num_transferred(self) -> float:
+        servers = [self._cluster.servers[name] for name in self._cluster.decodes]
+        return sum([(await each.metrics(self._session)).get("p2p_consumer_completed", 0) for each in servers])
 
     async def _settle(self, row: Row) -> None:
         """Waits until all instances are idle, with empty prefix caches."""
@@ -218,7 +222,9 @@ def plans(args: argparse.Namespace, num_cases: int) -> Iterator[tuple[str, list[
             yield style, chosen
 
 
-async def run_style(style: str, chosen: Sequence[Plan], cases: Sequence[Case], folder: Path) -> list[Row]:
+async def run_style(
+    style: str, chosen: Sequence[Plan], cases: Sequence[Case], folder: Path, num_decodes: int
+) -> list[Row]:
     cluster = Cluster(
         folder,
         style,
@@ -226,6 +232,7 @@ async def run_style(style: str, chosen: Sequence[Plan], cases: Sequence[Case], f
         config={"kv_load_timeout": LOAD_TIMEOUT},
         flags=["--kv-cache-memory", "64MB", "--max-model-len", "512", "--num-threads", "1"],
         prefill_timeout=PREFILL_TIMEOUT,
+        decodes=("decode", *(f"decode{number}" for number in range(2, num_decodes + 1))),
     )
     rows: list[Row] = []
     async with cluster.running() as session:
@@ -252,7 +259,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     rows: list[Row] = []
     print(HEADER, flush=True)
     for style, chosen in plans(args, len(cases)):
-        rows += asyncio.run(run_style(style, chosen, cases, folder))
+        rows += asyncio.run(run_style(style, chosen, cases, folder, args.decodes))
     if left := left_in_shared_memory(before):
         rows[-1].problems.append(f"left in /dev/shm: {left}")
     sums: dict[str, Row] = {}
@@ -274,6 +281,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="ROUND", help="this round alone")
+    parser.add_argument("--decodes", type=int, choices=(1, 2), default=2, help="decode instances (default: 2)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES), metavar="STYLE")
     parser.add_argument("--logs", type=Path, help="folder for the instances' logs (default: a temporary one)")

@@ -1,4 +1,4 @@
-"""A prefill and a decode instance as separate processes, and the router in front of them in this process."""
+"""Prefill and decode instances as separate processes, and the router in front of them in this process."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ class Server:
 
 @dataclass
 class Cluster:
-    """`style` is how the router drives the instances. `options` are further options of both connectors, `config` of
-    `kv_transfer_config`.
+    """`style` is how the router drives the instances, `decodes` are the names of those that decode. `options` are
+    further options of the connectors, `config` of `kv_transfer_config`.
     """
 
     folder: Path
@@ -178,20 +178,22 @@ class Cluster:
     flags: Sequence[str] = ()
     cores: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     prefill_timeout: float = 60.0
+    decodes: Sequence[str] = ("decode",)
     url: str = field(default="", init=False)
     _listening: Listening = field(init=False)
 
     def __post_init__(self) -> None:
-        kv_ports: dict[str, int] = dict(zip(("prefill", "decode", "bootstrap"), free_ports(3), strict=True))
+        names = ("prefill", *self.decodes)
+        kv_ports: dict[str, int] = dict(zip((*names, "bootstrap"), free_ports(len(names) + 1), strict=True))
         self.bootstrap = f"http://127.0.0.1:{kv_ports['bootstrap']}"
         self.servers: dict[str, Server] = {}
-        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        for name in names:
             extra = dict(self.options)
             if self.style == "concurrent":
                 extra["bootstrap_port"] = kv_ports["bootstrap"]
             config = {
                 "kv_connector": CONNECTORS[self.style],
-                "kv_role": role,
+                "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
                 "engine_id": name,
                 "kv_port": kv_ports[name],
                 **self.config,
@@ -225,7 +227,7 @@ class Cluster:
         bootstrap = self.bootstrap if self.style == "concurrent" else ""
         instances = [
             Instance(self.servers["prefill"].url, Role.PREFILL, bootstrap),
-            Instance(self.servers["decode"].url, Role.DECODE),
+            *(Instance(self.servers[name].url, Role.DECODE) for name in self.decodes),
         ]
         config = RouterConfig(instances, port=0, timeouts=Timeouts(prefill=self.prefill_timeout))
         async with running(config) as self._listening:

@@ -78,6 +78,7 @@ class ScriptedLLM:
 
     max_model_len = 2048
     has_tokenizer = True
+    loras = {}  # noqa: RUF012
     death = None
     num_unfinished = 0
     eos_token_ids = frozenset({2})

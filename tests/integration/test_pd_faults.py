@@ -15,10 +15,10 @@ BENCH = Path(__file__).parents[2] / "bench"
 @pytest.mark.long
 @pytest.mark.alone
 def test_no_fault_gives_a_wrong_token_or_leaves_anything_behind(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "pd_faults.py"), "--rounds", "20", "--logs", str(tmp_path)]
+    command = [sys.executable, str(BENCH / "pd_faults.py"), "--rounds", "12", "--logs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert "| all (20 rounds) |" in done.stdout
+    assert "| all (12 rounds) |" in done.stdout
     assert "Nothing was wrong." in done.stdout
 
 

@@ -30,6 +30,7 @@ _BATCHES = "core.micro_batches:MicroBatches"
 _TIERS = "kv_transfer.offload.scheduler:OffloadingScheduler"
 _TIER_WORKER = "kv_transfer.offload.worker:OffloadingWorker"
 _MANAGER = "kv_transfer.offload.manager:OffloadingManager"
+_STREAM = "router.reported_stream:ReportedStream"
 _LAYER_PART = "kv_transfer.topology.chunks:_LayerPart"
 
 _NO_DIGESTS = returns("kv_transfer.topology.chunks:RankChunks.is_right", True)
@@ -68,6 +69,34 @@ def _add_uncounted(original: Original, self: Any, *args: Any) -> int:
 def _count_twice(original: Original, plan: Any, rows: Any) -> Any:
     counts = zip(plan.num_computed_tokens, plan.num_scheduled_tokens.values(), strict=True)
     return original(msgspec.structs.replace(plan, num_computed_tokens=tuple(map(sum, counts))), rows)
+
+
+# ---- Continued streams ----
+
+
+def _report_twice(original: Original, self: Any, part: bytes, is_last: bool) -> bytes:
+    before = len(self.token_ids)
+    passed = original(self, part, is_last)
+    self.token_ids += self.token_ids[before:][-1:]
+    return passed
+
+
+def _lose_report(original: Original, self: Any, part: bytes, is_last: bool) -> bytes:
+    before = len(self.token_ids)
+    passed = original(self, part, is_last)
+    if len(self.token_ids) > max(before, 1):
+        self.token_ids.pop()
+    return passed
+
+
+def _count_as_prompt(original: Original, data: Any) -> Any:
+    row = original(data)
+    return msgspec.structs.replace(row, num_prompt_tokens=row.num_prompt_tokens + len(data.output_token_ids))
+
+
+def _count_new_tokens_only(original: Original, self: Any, data: Any, *args: Any) -> None:
+    original(self, data, *args)
+    self.max_num_tokens += len(data.output_token_ids)
 
 
 # ---- Steps and reports ----
@@ -460,5 +489,23 @@ BUGS = (
         "reports of several connectors reach the wrong one",
         "several_connectors",
         changes("kv_transfer.multi:MultiWorker.get_finished", _report_as_tiers),
+    ),
+    bug("a token is reported twice", "migrated_streams", changes(f"{_STREAM}.feed", _report_twice)),
+    bug("a reported token is lost", "migrated_streams", changes(f"{_STREAM}.feed", _lose_report)),
+    bug("half an event is kept when a stream goes on elsewhere", "migrated_streams", skips(f"{_STREAM}.restart")),
+    bug(
+        "penalties take given output for a part of the prompt",
+        "migrated_streams",
+        changes("core.step_plan:_row_request", _count_as_prompt),
+    ),
+    bug(
+        "a grammar is restarted within an output",
+        "migrated_streams",
+        changes("core.structured_output:_compile", lambda original, backend, spec, _: original(backend, spec, ())),
+    ),
+    bug(
+        "max_tokens does not count given output",
+        "migrated_streams",
+        changes(f"{_REQUEST}.__init__", _count_new_tokens_only),
     ),
 )

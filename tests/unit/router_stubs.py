@@ -28,13 +28,14 @@ PATH = "/v1/completions"
 
 class Stub:
     """An instance whose answers a test decides. `health` is the status that it reports; with None, /health
-    never answers."""
+    never answers. `models` are those that it reports."""
 
     def __init__(self, role: Role, handler: Handler, *, has_bootstrap: bool = False) -> None:
         self.role = role
         self.handler = handler
         self.has_bootstrap = has_bootstrap
         self.health: str | None = "ok"
+        self.models: list[str] | None = None
         self.num_requests = 0
         self.num_cancelled = 0
         self.bodies: list[Any] = []
@@ -61,7 +62,7 @@ class Stub:
     async def _ready(self, _: web.Request) -> web.Response:
         if self.health is None:
             await asyncio.Event().wait()
-        return web.Response(status=200 if self.health == "ok" else 503)
+        return web.json_response({"models": self.models or []}, status=200 if self.health == "ok" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(status=404)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,18 @@ def stream(parser: ToolCallParser, pieces: list[str]) -> Streamed:
     return merged
 
 
+def merged(deltas: Iterable[list[Part]]) -> tuple[str, list[list[str]]]:
+    """Returns the content, and each call's name and arguments."""
+    content, calls = "", list[list[str]]()
+    for delta in deltas:
+        content += content_of(delta)
+        for call in calls_of(delta):
+            if call.name is not None:
+                calls.append([call.name, ""])
+            calls[-1][1] += call.arguments
+    return content, calls
+
+
 def assert_any_split_agrees(name: str, text: str, cuts: list[int], tools: Tools = ANY_TOOL) -> Streamed:
     """Feeds the text whole, by character and cut at `cuts`; the results are the same."""
     borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
@@ -75,6 +87,11 @@ def assert_any_split_agrees(name: str, text: str, cuts: list[int], tools: Tools 
     whole, *others = [stream(FORMATS[name]().parser(tools), split) for split in ([text], list(text), pieces)]
     for other in others:
         assert (other.content, other.calls) == (whole.content, whole.calls)
+    # A stream that continues elsewhere reads its beginning at once: it must have given as much as its pieces had.
+    for end in borders[1:-1][:3]:
+        at_once, by_character = (FORMATS[name]().parser(tools) for _ in range(2))
+        given = [merged([at_once.feed(text[:end])]), merged(map(by_character.feed, text[:end]))]
+        assert given[0] == given[1], text[:end]
     # A complete text gives complete calls: one delta per call, with its name.
     deltas = calls_of(FORMATS[name]().parser(tools).feed(text))
     assert [(call.name, call.arguments) for call in deltas] == whole.calls

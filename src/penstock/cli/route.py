@@ -58,9 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--queue-timeout", number, 30.0, "N", "seconds that a request waits before a 503 (default: 30)"),
         ("--max-retries", count_from_zero, 2, "N", "other instances to try before the first byte (default: 2)"),
         ("--max-self-prefills", count_from_zero, 4, "N", "concurrent prompts on decode instances (default: 4)"),
+        ("--max-migrations", count_from_zero, 3, "N", "how often a stream may go on elsewhere (default: 3)"),
         ("--prefill-timeout", number, 60.0, "N", "seconds that a prompt may take (default: 60)"),
         ("--shutdown-timeout", number, 30.0, "N", "seconds that running requests have after SIGTERM (default: 30)"),
     )
+    limits.add_argument(
+        "--migrate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="continue streams of Penstock's instances elsewhere when theirs dies, drains or stops (default)",
+    )
+    silent = "seconds without a part from an unhealthy instance until its stream goes on elsewhere (default: 5)"
+    add_values(limits, ("--migrate-after", number, 5.0, "N", silent))
     stalled = "seconds without progress despite requests until an instance is unhealthy (default: 60)"
     add_values(
         parser.add_argument_group("health"),
@@ -133,8 +142,9 @@ def _config(args: argparse.Namespace) -> RouterConfig:
             queue_timeout=args.queue_timeout,
             max_retries=args.max_retries,
             max_self_prefills=args.max_self_prefills,
+            max_migrations=args.max_migrations,
         ),
         policy=Policy(args.policy),
         health=HealthConfig(args.health_interval, stall_after=args.stall_after, dead_after=args.dead_after),
-        timeouts=Timeouts(prefill=args.prefill_timeout),
+        timeouts=Timeouts(prefill=args.prefill_timeout, migrate=args.migrate_after if args.migrate else None),
     )

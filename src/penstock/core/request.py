@@ -55,6 +55,8 @@ class Request:
     In both, drafts in flight count as accepted; rejected ones are subtracted when their step is processed. `num_drafts`
     is the number of drafts that the device will hold for the next step.
 
+    A request that continues given output begins like a preempted one that had generated it.
+
     `num_last_accepted` is how many drafts of the last processed step were accepted.
 
     `num_samples_in_flight` counts the steps in flight that sample for it, `last_sampling_step` is the newest of them.
@@ -66,7 +68,7 @@ class Request:
         self.request_id = data.request_id
         self.arrival_index = arrival_index
         self.status = RequestStatus.WAITING
-        self.token_ids: list[int] = list(data.prompt_token_ids)
+        self.token_ids: list[int] = [*data.prompt_token_ids, *data.output_token_ids]
         self.num_prompt_tokens = len(data.prompt_token_ids)
         self.max_num_tokens = self.num_prompt_tokens + data.max_tokens
         self.ending_token_ids = data.eos_token_ids | data.stop_token_ids
@@ -159,7 +161,7 @@ class Request:
     def admit(self, admission: int, num_computed_tokens: int) -> None:
         """Enters the runner with that many tokens already in the cache; `admission` is unique in the engine."""
         if self.admission == 0:
-            self.num_cached_tokens = num_computed_tokens
+            self.num_cached_tokens = min(num_computed_tokens, self.num_prompt_tokens)
         self.set_status(RequestStatus.RUNNING)
         self.admission = admission
         self.num_computed_tokens = num_computed_tokens

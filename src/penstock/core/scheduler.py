@@ -89,7 +89,7 @@ class Scheduler:
             with contained(data.request_id):
                 request = Request(data, self._num_arrivals, self._kv.block_size, self._kv.num_tokens_ahead)
                 if data.grammar is not None:
-                    self._grammars.add(data.request_id, data.grammar)
+                    self._grammars.add(data.request_id, data.grammar, data.output_token_ids)
                 self._connector.on_new_request(request)
         except PenstockError:
             self._grammars.remove(data.request_id)

@@ -27,11 +27,13 @@ class StructuredOutputs:
         self._failed: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="penstock-grammar")
 
-    def add(self, request_id: str, spec: GrammarSpec) -> None:
-        """Starts compilation; the request must not run until it is compiled (`collect`)."""
+    def add(self, request_id: str, spec: GrammarSpec, output_token_ids: Sequence[int] = ()) -> None:
+        """Starts compilation, after which the grammar is advanced by the output that the request continues; the request
+        must not run until then (`collect`).
+        """
         if self._backend is None:
             raise RequestError("structured outputs need a tokenizer, and the engine has none", "structured_outputs")
-        self._compiling[request_id] = self._threads.submit(self._backend.compile, spec)
+        self._compiling[request_id] = self._threads.submit(_compile, self._backend, spec, output_token_ids)
 
     def is_compiling(self, request_id: str) -> bool:
         return request_id in self._compiling
@@ -105,3 +107,15 @@ class StructuredOutputs:
 
     def shutdown(self) -> None:
         self._threads.shutdown(cancel_futures=True)
+
+
+def _compile(backend: GrammarBackend, spec: GrammarSpec, output_token_ids: Sequence[int]) -> Grammar:
+    """Returns the grammar after these tokens. Raises RequestError, also if they contradict it."""
+    grammar = backend.compile(spec)
+    try:
+        grammar.accept(output_token_ids)
+    except GrammarError as error:
+        raise RequestError(f"output_token_ids contradict the request's grammar: {error}", "output_token_ids") from None
+    if output_token_ids and grammar.is_finished:
+        raise RequestError("output_token_ids are complete: the grammar allows nothing after them", "output_token_ids")
+    return grammar

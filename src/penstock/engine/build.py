@@ -22,7 +22,7 @@ from penstock.engine.expert_memories import balanced_layers, expert_memories
 from penstock.engine.joint_cores import JointCores
 from penstock.engine.kv_events import make_event_publisher
 from penstock.engine.rank_identity import check_arithmetic
-from penstock.engine.transfer import EngineTransfer, make_transfer
+from penstock.engine.transfer import EngineTransfer, make_transfer, token_fingerprint
 from penstock.engine.warm_up import warm_up
 from penstock.executor.executor import Executor
 from penstock.executor.factory import make_executor
@@ -88,6 +88,7 @@ class _Plan:
     limits: SchedulerConfig
     cache: KVCacheConfig
     transfer: EngineTransfer
+    fingerprint: str
 
 
 def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> JointEngines:
@@ -116,7 +117,7 @@ def _plan(config: EngineConfig, facts: Sequence[Sequence[WorkerFacts]], on_failu
         limits, cache = plan_cache(own, of_engine)
         transfer = make_transfer(own, cache, of_engine, readers)
         on_failure.callback(transfer.transfer.connector.shutdown)
-        plans.append(_Plan(own, of_engine, limits, cache, transfer))
+        plans.append(_Plan(own, of_engine, limits, cache, transfer, token_fingerprint(own, cache, readers)))
     return plans
 
 
@@ -178,6 +179,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         weights=_weight_formats(config),
         num_weights=sum(each.num_weights for each in facts),
         weight_bytes=sum(each.weight_bytes for each in facts),
+        fingerprint=plan.fingerprint,
         max_loras=0 if config.lora is None else config.lora.max_running,
         lora_targets={name: target for each in facts for name, target in each.lora_targets.items()},
     )

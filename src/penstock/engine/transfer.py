@@ -88,6 +88,14 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
     }
 
 
+def token_fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> str:
+    """Returns text that is equal for engines that generate the same tokens: `meaning` except the speculator, which
+    changes no token.
+    """
+    parts = {name: value for name, value in meaning(config, cache, facts).items() if name != "speculator"}
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def _weights(config: EngineConfig, facts: Sequence[WorkerFacts]) -> str:
     """The digest is that of the weights as they were read."""
     rounded, digest = config.load_quantization, digest_weights(facts).hex()

@@ -328,6 +328,11 @@ class AsyncLLM:
         """The loaded adapters: name -> the folder that it was read from."""
         return {name: self._adapters.path(name) for name in self._adapters.names}
 
+    def lora_digest(self, lora_name: str) -> bytes:
+        """Returns the digest of a loaded adapter's contents; b"" if there is no such adapter."""
+        adapter = self._adapters.get(lora_name)
+        return b"" if adapter is None else adapter.digest
+
     async def load_lora(self, lora_name: str, lora_path: str) -> None:
         """Loads an adapter. Raises RequestError and ConfigError as `AdapterStore.load` does."""
         async with self._adapter_change:

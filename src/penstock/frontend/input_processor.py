@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config.pooling import PoolingConfig
+from penstock.frontend.detokenizer import Detokenizer
 from penstock.frontend.pooling import prompt_text
 from penstock.messages.adapters import Adapter
 from penstock.messages.pooling_params import PoolingParams
@@ -20,13 +21,15 @@ from penstock.utils.names import did_you_mean, is_unicode
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`.
 
+`output_token_ids` are output that was generated before, which the request continues.
 With token ids of two texts, `second_text_start` may give the start of the second one, for models that distinguish them.
 """
 
+OUTPUT_TOKEN_IDS = "output_token_ids"
 _SEED_MASK = 2**64 - 1
 # For pooling requests: nothing is sampled, and the vector counts as one token.
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_text_start")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_text_start", "output_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +93,21 @@ class InputProcessor:
                 f"leaves after a prompt of {len(token_ids)}",
                 "min_tokens",
             )
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        output_token_ids = _output_token_ids(prompt)
+        if output_token_ids:
+            ending = eos | frozenset(params.stop_token_ids or ())
+            self._check_output(token_ids, output_token_ids, params, max_tokens, ending)
         # Requests without a seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
         # The noise is made from 64 bits; a larger seed would not fit into a message.
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
             prompt_token_ids=token_ids,
             sampling_params=params,
             max_tokens=max_tokens,
             seed=seed & _SEED_MASK,
+            output_token_ids=output_token_ids,
             eos_token_ids=eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params.bad_words or ()),
@@ -120,6 +128,8 @@ class InputProcessor:
         """Does the same for a pooling engine: adds the prompt that `params` names, and truncates as they specify."""
         assert self._pooling is not None, "a request that pools in an engine that generates"
         prompt = self._with_prompt(prompt, params)
+        if _output_token_ids(prompt):
+            raise RequestError("a pooling engine generates no output to continue", OUTPUT_TOKEN_IDS)
         text, token_ids, cache_salt = self._check(prompt, priority, self.truncation(params))
         child = EngineRequest(
             request_id=request_id,
@@ -215,6 +225,40 @@ class InputProcessor:
                     f"{field} must be integers from 0 to {self._vocab_size - 1}, got {token_id!r}", field
                 )
 
+    def _check_output(
+        self,
+        prompt_token_ids: Sequence[int],
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int,
+        ending: Set[int],
+    ) -> None:
+        """Raises RequestError if output to be continued could not be this request's, or has ended."""
+        field = OUTPUT_TOKEN_IDS
+        if params.n > 1:
+            raise RequestError(f"n must be 1 with {field}, got {params.n}: they continue one completion", "n")
+        if params.prompt_logprobs is not None:
+            raise RequestError(f"prompt_logprobs and {field} exclude each other", "prompt_logprobs")
+        if len(token_ids) >= max_tokens:
+            raise RequestError(
+                f"{field} has {len(token_ids)} tokens, and the request may have {max_tokens}: nothing is left to "
+                "generate",
+                field,
+            )
+        self._check_token_ids(field, token_ids)
+        allowed = frozenset(token_ids if params.allowed_token_ids is None else params.allowed_token_ids)
+        for place, token_id in enumerate(token_ids):
+            if token_id in ending:
+                raise RequestError(f"{field}[{place}]={token_id} ends the output: nothing may follow it", field)
+            if token_id not in allowed:
+                raise RequestError(f"{field}[{place}]={token_id} is not among allowed_token_ids", field)
+        if self._tokenizer is None or not params.stop_strings:
+            return
+        detokenizer = Detokenizer(self._tokenizer, prompt_token_ids, params)
+        for place, token_id in enumerate(token_ids):
+            if (stop := detokenizer.append(token_id)) is not None:
+                raise RequestError(f"{field} contains the stop string {stop!r}, which ends at [{place}]", field)
+
     def _check_params(self, params: SamplingParams) -> None:
         self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -252,6 +296,14 @@ def _second_text_start(prompt: Prompt, num_tokens: int) -> int:
             "second_text_start",
         )
     return start
+
+
+def _output_token_ids(prompt: Prompt) -> tuple[Any, ...]:
+    """Returns the output that the prompt names, of any type; () if it names none. Raises RequestError."""
+    given = prompt.get(OUTPUT_TOKEN_IDS) if isinstance(prompt, Mapping) else None
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable | None):
+        raise RequestError(f"{OUTPUT_TOKEN_IDS} must be a list of integers", OUTPUT_TOKEN_IDS)
+    return () if given is None else tuple(given)
 
 
 def _as_fields(prompt: Any) -> Mapping[str, Any]:

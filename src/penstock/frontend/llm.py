@@ -94,10 +94,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes one prompt or many; results are in the order of the prompts.
 
-        A prompt is text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`). An adapter
-        is for all prompts, or there is one or None for each. Raises RequestError, before anything runs, if one of them
-        is invalid, and ConfigError for an unsuitable adapter. An interrupt aborts the running requests and
-        leaves the engine usable.
+        A prompt is text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`, and
+        `output_token_ids` to continue). An adapter is for all prompts, or there is one or None for each. Raises
+        RequestError, before anything runs, if one of them is invalid, and ConfigError for an unsuitable adapter. An
+        interrupt aborts the running requests and leaves the engine usable.
         """
         return self._finish(self._process(prompts, sampling_params, priority, lora_request), use_tqdm)
 

@@ -36,6 +36,18 @@ class _Child:
     ending_token_ids: frozenset[int]
 
 
+def _give(completion: CompletionOutput, token_ids: Sequence[int], detokenizer: Detokenizer | None) -> None:
+    """Begins a completion with output that was generated before."""
+    completion.token_ids.extend(token_ids)
+    completion.num_given_tokens = len(token_ids)
+    if detokenizer is not None:
+        for token_id in token_ids:
+            stop = detokenizer.append(token_id)
+            assert stop is None, f"output that contains the stop string {stop!r} was accepted"
+        completion.text = detokenizer.stable_text(finished=False)
+        completion.num_given_characters = len(completion.text)
+
+
 class OutputProcessor:
     """Keeps a `RequestOutput` per request and updates it; the returned object is updated in place."""
 
@@ -64,6 +76,8 @@ class OutputProcessor:
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
+            if child.output_token_ids:
+                _give(completion, child.output_token_ids, detokenizer)
             ending = child.eos_token_ids | child.stop_token_ids
             self._children[child.request_id] = _Child(output, completion, params, detokenizer, ending)
         return output

@@ -126,8 +126,10 @@ class LLGuidanceGrammar:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
+        for place, token_id in enumerate(token_ids, start=1):
             self._advance(token_id)
+            if place % _TOKENS_PER_MASK == 0 and not self.is_finished:
+                self._compute_mask()
 
     def fill(self, drafts: Sequence[int], rows: np.ndarray) -> None:
         # The library writes through this pointer.
@@ -175,11 +177,14 @@ class LLGuidanceGrammar:
             self._matcher = self._backend.matcher(self._spec)
         except RequestError as error:
             raise GrammarError(str(error)) from None
-        row = np.empty(self._backend.num_words, np.int32)
         for start in range(0, len(self._tokens), _TOKENS_PER_MASK):
-            # The limit on the work of tokens counts from the last mask.
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._compute_mask()
             self._matcher.consume_tokens(self._tokens[start : start + _TOKENS_PER_MASK])
+
+    def _compute_mask(self) -> None:
+        """The limit on the work of tokens counts from the last mask."""
+        row = np.empty(self._backend.num_words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
 
 def _source(spec: GrammarSpec) -> str:

@@ -16,8 +16,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     of the warm-up. `pooling` describes in words what a pooling engine returns. `shares_experts`: the data parallel
     engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
     `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
-    over all ranks. `max_loras` is how many adapters run at once, and `lora_targets` are the projections that adapters
-    may change, by name.
+    over all ranks. Engines with the same `fingerprint` generate the same tokens: it covers the weights, the model's
+    configuration and the arithmetic. `max_loras` is how many adapters run at once, and `lora_targets` are the
+    projections that adapters may change, by name.
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     num_weights: int = 0
     weight_bytes: int = 0
+    fingerprint: str = ""
     max_loras: int = 0
     lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
 

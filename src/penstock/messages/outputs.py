@@ -62,7 +62,11 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's `n` completions, generated so far."""
+    """One of a request's `n` completions, generated so far.
+
+    If the request continues given output, `text` and `token_ids` begin with it: its `num_given_tokens`, and the
+    `num_given_characters` that could be shown before the first new token. `logprobs` begin after it.
+    """
 
     index: int
     text: str = ""
@@ -71,6 +75,8 @@ class CompletionOutput:
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_given_tokens: int = 0
+    num_given_characters: int = 0
 
     @property
     def finished(self) -> bool:

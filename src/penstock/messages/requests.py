@@ -15,6 +15,7 @@ from penstock.messages.structured_outputs import GrammarSpec
 class EngineRequest:
     """One completion to generate. `n > 1` has already been split into that many requests.
 
+    `output_token_ids` have been generated before, perhaps elsewhere, and count as output: `max_tokens` includes them.
     `sampling_params` is resolved: `max_tokens` and `seed` are set. `eos_token_ids` are the
     model's end-of-sequence tokens, empty when the request ignores them; `stop_token_ids` are the request's own.
     `second_text_start` is where the second text of a pair begins, 0 where there is none. `dp_rank` is the engine's that
@@ -26,6 +27,7 @@ class EngineRequest:
     sampling_params: SamplingParams
     max_tokens: int
     seed: int
+    output_token_ids: tuple[int, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()

@@ -45,6 +45,7 @@ ROUTER_METRICS = (
     gauge("penstock_router_queued_requests", "Requests that wait for an instance."),
     gauge("penstock_router_instances", "Instances, by role and state.", "role", "state"),
     counter("penstock_router_responses", "Answers, by route and status.", "route", "status"),
+    counter("penstock_router_migrations", "Streams that another instance was to continue.", "reason", "outcome"),
     counter("penstock_router_self_prefills", "Prompts that a decode instance computed, for want of a prefill one."),
     counter("penstock_router_prompt_tokens", "Prompt tokens, by the usage of the instance's answers.", "worker"),
     counter("penstock_router_cached_tokens", "Those of them that the instance had cached or loaded.", "worker"),

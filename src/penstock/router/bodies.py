@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.utils.errors import RequestError
+from penstock.utils.stream_reports import STREAM_HEADER
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 """The requests whose prompt another instance can compute, if they have one."""
 _PARAMS = "kv_transfer_params"
+_OUTPUT = "output_token_ids"
 # In `kv_transfer_params`: these make an instance hold KV for another one, or fetch KV from an address.
 _TRANSFER_PARAMS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 128
 _BYTES_PER_TOKEN = 4
 # Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", _OUTPUT)
 # Headers of one connection (RFC 9110, 7.6.1), or generated for each.
 _CONNECTION_HEADERS = frozenset(
     {
@@ -51,8 +53,30 @@ class ClientRequest(msgspec.Struct, frozen=True):
     body: bytes
     completion: dict[str, Any] | None = None
 
+    def model(self) -> str:
+        """Returns the name of the model in the body, "" if it has none."""
+        if self.completion is not None:
+            found = self.completion.get("model")
+            return found if isinstance(found, str) else ""
+        try:
+            return _decode_model(self.body).model or ""
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return ""
+
     def is_divisible(self) -> bool:
         return self.completion is not None and is_divisible(self.completion)
+
+    def may_be_reported(self) -> bool:
+        """Returns whether the answer is a stream of one completion, which the client does not follow itself."""
+        is_followed = header_of(self.headers, STREAM_HEADER.lower()) is not None
+        return self.is_divisible() and (self.completion or {}).get("stream") is True and not is_followed
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_model = msgspec.json.Decoder(_Named).decode
 
 
 def header_of(headers: Iterable[tuple[str, str]], name: str) -> str | None:
@@ -71,6 +95,10 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
 def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Returns an instance's headers for the client."""
     return tuple([each for each in headers if each[0].lower() not in _NOT_FOR_CLIENTS])
+
+
+def without_stream_header(headers: Headers) -> Headers:
+    return tuple(each for each in headers if each[0].lower() != STREAM_HEADER.lower())
 
 
 def decoded(data: bytes) -> str:
@@ -113,6 +141,13 @@ def _is_deep(data: bytes, body: dict[str, Any]) -> bool:
         if not level:
             return False
     return True
+
+
+def models_of(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the names and the descriptions in an answer to `GET /v1/models`."""
+    found = (parse_object(data) or {}).get("data")
+    listed = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return [(each["id"], each) for each in listed if isinstance(each.get("id"), str)]
 
 
 def completion_path(method: str, path: str) -> str | None:
@@ -184,6 +219,12 @@ def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any])
         return encode({**body, _PARAMS: params})
     # Avoids encoding a long prompt again.
     return data[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
+
+
+def continued(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns the request for the rest of an answer of which the client has these tokens, and what precedes them."""
+    kept = {name: value for name, value in body.items() if name != "prompt_logprobs"}
+    return {**kept, _OUTPUT: [*(body.get(_OUTPUT) or ()), *token_ids]}
 
 
 def serial_prefill_body(body: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,8 @@
 
 A request that can be placed gets a `Plan`; one that has to wait gets `None` and later its plan, from `poll`; one that
 cannot be served gets a `Refusal`. A request that fails before the first byte of its answer is planned again, without
-the instance that failed, and within the limits. `end` must follow every `submit`, however the request ends.
+the instance that failed, and within the limits; so is the rest of an answer that can be continued. `end` must follow
+every `submit`, however the request ends.
 
 Belongs to one thread. Time is an argument.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,6 +39,7 @@ class Policy(enum.StrEnum):
 class Limits:
     """`max_outstanding`: maximum concurrent requests of one instance. `max_self_prefills`: maximum concurrent prompts
     that decode instances compute because no prefill instance is available. `queue_timeout` is in seconds.
+    `max_migrations`: how often a stream may be continued by another instance.
     """
 
     max_outstanding: int = 256
@@ -45,17 +47,27 @@ class Limits:
     queue_timeout: float = 30.0
     max_retries: int = 2
     max_self_prefills: int = 4
+    max_migrations: int = 3
 
     def check(self) -> None:
         """Raises ConfigError."""
-        lowest = {"max_outstanding": 1, "max_queued": 0, "queue_timeout": 0, "max_retries": 0, "max_self_prefills": 0}
-        for name, low in lowest.items():
+        for name in (
+            "max_outstanding",
+            "max_queued",
+            "queue_timeout",
+            "max_retries",
+            "max_self_prefills",
+            "max_migrations",
+        ):
+            low = int(name == "max_outstanding")
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
 class Phase(enum.StrEnum):
-    """Transitions: NEW -> WAITING or PLANNED; PLANNED -> WAITING again after a failure, or ANSWERING; any -> ENDED."""
+    """Transitions: NEW -> WAITING or PLANNED; PLANNED -> WAITING again after a failure, or ANSWERING; ANSWERING ->
+    WAITING or PLANNED if the answer is continued elsewhere; any -> ENDED.
+    """
 
     NEW = enum.auto()
     WAITING = enum.auto()
@@ -68,7 +80,7 @@ _NEXT = {
     Phase.NEW: {Phase.WAITING, Phase.PLANNED, Phase.ENDED},
     Phase.WAITING: {Phase.PLANNED, Phase.ENDED},
     Phase.PLANNED: {Phase.WAITING, Phase.PLANNED, Phase.ANSWERING, Phase.ENDED},
-    Phase.ANSWERING: {Phase.ENDED},
+    Phase.ANSWERING: {Phase.WAITING, Phase.PLANNED, Phase.ENDED},
     Phase.ENDED: set[Phase](),
 }
 
@@ -76,11 +88,13 @@ _NEXT = {
 @dataclass(slots=True, eq=False)
 class Routed:
     """A request with the data for its routing. `is_divisible`: whether a prefill instance can compute its prompt;
-    evaluated only if not all instances compute whole requests. `cached`: the known number of its prompt's tokens that
-    instances have, by URL. `num_lost`: how many times an instance may have died of it.
+    evaluated only if not all instances compute whole requests. `model`: the model's name, empty if any will do.
+    `cached`: the known number of its prompt's tokens that instances have, by URL. `num_lost`: how many times an
+    instance may have died of it.
     """
 
     is_divisible: Callable[[], bool]
+    model: str = ""
     num_prompt_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict[str, int])
     phase: Phase = Phase.NEW
@@ -89,6 +103,7 @@ class Routed:
     num_failures: int = 0
     num_prefill_failures: int = 0
     num_lost: int = 0
+    num_migrations: int = 0
     target: Lease | None = None
     prefill: Lease | None = None
     computes_itself: bool = False
@@ -170,6 +185,30 @@ class Dispatcher:
             return self._wait(request, now, is_first=True)
         return decision
 
+    def interrupted(self, request: Routed, excluded: Collection[str], message: str, now: float) -> Decision:
+        """Called when an answer has ended too early and can be continued by an instance that is not `excluded`.
+
+        It has made progress, so the request counts as a new one, except for `max_migrations`.
+        """
+        assert request.phase is Phase.ANSWERING, request.phase
+        self._release(request)
+        if request.num_migrations >= self._limits.max_migrations:
+            return Refusal(f"the stream has been continued {request.num_migrations} times already; {message}")
+        request.num_migrations += 1
+        request.failed = set(excluded)
+        request.num_failures = request.num_prefill_failures = request.num_lost = 0
+        decision = self._place(request, now, failure=message)
+        return self._wait(request, now, is_first=True) if decision is None else decision
+
+    def may_continue_at(self, request: Routed, urls: Collection[str]) -> bool:
+        """Returns whether one of these instances could continue an answer now, so that it may be interrupted."""
+        if self._queue or request.num_migrations >= self._limits.max_migrations:
+            return False
+        able = self._with_room(self.pool.of(Role.SERVE))
+        if self.pool.of(Role.PREFILL) or self._limits.max_self_prefills:
+            able += self._with_room(self.pool.of(Role.DECODE))
+        return any(each.url in urls for each in able)
+
     def prefill_ends(self, request: Routed, now: float, *, is_done: bool) -> None:
         """Called when the plan's prefill instance is finished with the request; `is_done`: the prompt is computed."""
         if request.prefill is not None:
@@ -236,7 +275,8 @@ class Dispatcher:
         return None
 
     def _place(self, request: Routed, now: float, failure: str = "") -> Decision:
-        pool, excluded = self.pool, request.failed
+        pool = self.pool
+        excluded = request.failed | pool.without(request.model)
         whole = self._with_room(pool.of(Role.SERVE, excluded))
         halves = self._with_room(pool.of(Role.DECODE, excluded))
         if not whole and not halves:

@@ -1,7 +1,8 @@
 """One request from its arrival to its end: executes the plans of the `Dispatcher`.
 
 An instance's failure is a `PeerError`; any other error comes from the client's side and ends the request, with all
-its calls. Every request ends in exactly one of `refused`, `answered`, `cut` and `left` of the observer.
+its calls. A stream that its instance reports goes on at another one (`ReportedStream`). Every request ends in exactly
+one of `refused`, `answered`, `cut` and `left` of the observer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,15 @@ from penstock.router import bodies
 from penstock.router.dispatcher import Decision, Dispatcher, Phase, Plan, Refusal, Routed
 from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, InstanceConnection, fetch
 from penstock.router.http_server import Response
-from penstock.router.instances import Instance
+from penstock.router.instances import Instance, State
 from penstock.router.observer import RouterObserver
+from penstock.router.pool import Member
 from penstock.router.prompts import EstimatedPrompts, TokenizedPrompts
+from penstock.router.reported_stream import Reason, ReportedStream
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
+from penstock.utils.stream_reports import ASK, STREAM_HEADER, name_of
 
 logger = get_logger(__name__)
 
@@ -47,7 +51,9 @@ class RejectedByPrefillError(Exception):
 
 
 class _InstanceFailedError(Exception):
-    """An instance failed before the first byte of the answer. `num_lost` is how many times it may have died of it."""
+    """An instance failed, and another one may answer, or continue the answer. `num_lost` is how many times it may have
+    died of the request.
+    """
 
     def __init__(self, instance: Instance, message: str, num_lost: int = 0) -> None:
         super().__init__(message)
@@ -57,10 +63,14 @@ class _InstanceFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Limits in seconds. `prefill`: for a prompt in a prefill instance; `query`: for a request of its engine id."""
+    """Limits in seconds. `prefill`: for a prompt in a prefill instance; `query`: for a request of its engine id;
+    `migrate`: for the next part of a stream from an unhealthy instance, if another one can continue the stream. With
+    None no stream is continued elsewhere.
+    """
 
     prefill: float = 60.0
     query: float = 5.0
+    migrate: float | None = 5.0
 
 
 @dataclass(slots=True)
@@ -85,6 +95,13 @@ class _Attempt(msgspec.Struct, frozen=True):
     incoming: bodies.ClientRequest
     since: float
     tail: _Tail
+    stream: ReportedStream | None
+    body: dict[str, Any] | None
+    """The body of the request for a completion, or for the rest of it."""
+
+    @property
+    def data(self) -> bytes:
+        return self.incoming.body if self.body in (None, self.incoming.completion) else bodies.encode(self.body)
 
 
 class Exchanges:
@@ -106,12 +123,16 @@ class Exchanges:
         self._clock = clock
         self._timeouts = timeouts
         self._waiting: dict[Routed, asyncio.Future[Plan | Refusal]] = {}
-        self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
+        self._scopes: defaultdict[str, dict[asyncio.Timeout, _Attempt | None]] = defaultdict(dict)
+        # By instance, what the tokens of its streams depend on.
+        self._fingerprints: dict[str, str] = {}
 
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
-        request = Routed(incoming.is_divisible)
+        request = Routed(incoming.is_divisible, incoming.model() if self._dispatcher.pool.has_groups else "")
         is_over, since, tail = False, self._clock.now(), _Tail()
+        is_migrated = self._timeouts.migrate is not None and incoming.may_be_reported()
+        stream = ReportedStream() if is_migrated else None
         decision: Decision = None
         self._observer.arrived(incoming)
         try:
@@ -126,19 +147,17 @@ class Exchanges:
                 if decision is None:
                     decision = await self._wait(request)
                 if isinstance(decision, Refusal):
-                    await client.refuse(503, decision.message)
-                    self._observer.refused(incoming, self._clock.now() - since, was_tried=bool(request.failed))
+                    await self._refuse(request, incoming, decision.message, since, stream, client)
                     break
-                self._observer.planned(incoming, decision, is_retry=bool(request.failed))
+                self._observer.planned(incoming, decision, is_retry=bool(request.failed) and not client.has_begun)
+                body = incoming.completion
+                if body is not None and stream is not None and client.has_begun:
+                    body = bodies.continued(body, stream.token_ids)
                 try:
-                    await self._answer(_Attempt(request, decision, incoming, since, tail), client)
+                    await self._answer(_Attempt(request, decision, incoming, since, tail, stream, body), client)
                     is_over = True
                 except _InstanceFailedError as failure:
-                    self._observer.failed(failure.instance)
-                    logger.warning("%s failed before the answer began: %s", failure.instance.url, failure)
-                    now = self._clock.now()
-                    url, num_lost = failure.instance.url, failure.num_lost
-                    decision = self._dispatcher.failed(request, url, str(failure), now, num_lost=num_lost)
+                    decision = self._after_failure(request, failure, stream)
                     self.wake()
         except (asyncio.CancelledError, OSError):
             if tail.is_last and isinstance(decision, Plan):
@@ -151,6 +170,82 @@ class Exchanges:
             self._dispatcher.end(request)
             self._waiting.pop(request, None)
             self.wake()
+
+    async def _refuse(
+        self,
+        request: Routed,
+        incoming: bodies.ClientRequest,
+        message: str,
+        since: float,
+        stream: ReportedStream | None,
+        client: Response,
+    ) -> None:
+        """Ends a request for which there is no instance: with an error, or within the answer if that has begun."""
+        if not client.has_begun:
+            await client.refuse(503, message)
+            self._observer.refused(incoming, self._clock.now() - since, was_tried=bool(request.failed))
+            return
+        logger.warning("an answer has been cut: %s", message)
+        assert stream is not None and stream.reason is not None, "only an interrupted stream is refused after its start"
+        self._observer.migrated(stream.reason, is_continued=False)
+        client.cut()
+        self._observer.cut(incoming)
+
+    def _after_failure(self, request: Routed, failure: _InstanceFailedError, stream: ReportedStream | None) -> Decision:
+        url, now = failure.instance.url, self._clock.now()
+        if stream is None or stream.interruption is not Reason.DRAINED:
+            self._observer.failed(failure.instance)
+        if request.phase is not Phase.ANSWERING:
+            logger.warning("%s failed before the answer began: %s", url, failure)
+            return self._dispatcher.failed(request, url, str(failure), now, num_lost=failure.num_lost)
+        assert stream is not None, "only a reported stream can be continued"
+        logger.warning("a stream goes on elsewhere after %d tokens: %s: %s", len(stream.token_ids), url, failure)
+        others = {each for each, found in self._fingerprints.items() if found != stream.fingerprint}
+        stream.restart()
+        return self._dispatcher.interrupted(request, {url, *others}, f"{url}: {failure}", now)
+
+    def migrate(self) -> None:
+        """Ends the streams of instances that drain or have stopped sending, if another one can continue them."""
+        if self._timeouts.migrate is None:
+            return
+        late = self._clock.now() - self._timeouts.migrate
+        for member in self._dispatcher.pool:
+            if member.state not in (State.DRAINING, State.UNHEALTHY):
+                continue
+            is_draining = member.state is State.DRAINING
+            for scope, attempt in list(self._scopes.get(member.url, {}).items()):
+                if attempt is None or attempt.request.phase is not Phase.ANSWERING:
+                    continue
+                stream = attempt.stream
+                if stream is None or not stream.name or stream.interruption is not None:
+                    continue
+                is_due = is_draining or stream.last_part_at <= late
+                if is_due and self._can_continue(attempt.request, stream.fingerprint, member.url):
+                    stream.interruption = Reason.DRAINED if is_draining else Reason.STOPPED
+                    scope.reschedule(0)
+
+    def _can_continue(self, request: Routed, fingerprint: str, url: str) -> bool:
+        """Returns whether another instance is known to give the same tokens and has room."""
+        same = {each for each, found in self._fingerprints.items() if found == fingerprint and each != url}
+        return self._dispatcher.may_continue_at(request, same)
+
+    async def list_models(self, incoming: bodies.ClientRequest, client: Response, groups: Sequence[Member]) -> None:
+        """Answers with the models of all groups, or with the first error of an instance."""
+        headers, models = bodies.headers_for_prefill(incoming.headers), dict[str, Any]()
+        for member in groups:
+            call = Call("GET", member.url + incoming.target, headers)
+            try:
+                status, answered, content = await fetch(self._upstream, call, self._timeouts.query)
+            except PeerError as error:
+                logger.warning("%s does not list its models: %s", member.url, error)
+                continue
+            if status != 200:
+                return await client.whole(status, bodies.answer_headers(answered), content)
+            for name, fields in bodies.models_of(content):
+                models.setdefault(name, fields)
+        if not models:
+            return await client.refuse(503, "no instance lists its models")
+        return await client.send_json(200, {"object": "list", "data": list(models.values())})
 
     def wake(self) -> None:
         """Delivers decisions to waiting requests, if there are any."""
@@ -177,17 +272,18 @@ class Exchanges:
         prefill, incoming = attempt.plan.prefill, attempt.incoming
         try:
             if prefill is None or incoming.completion is None:
-                await self._stream(attempt, incoming.body, client, None)
+                await self._stream(attempt, attempt.data, client, None)
             elif prefill.bootstrap:
                 await self._run_both_halves(attempt, prefill, incoming.completion, client)
             else:
                 params = await self._prefill(attempt, prefill, bodies.serial_prefill_body(incoming.completion))
                 self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=True)
-                data = (
-                    incoming.body if params is None else bodies.with_params(incoming.body, incoming.completion, params)
-                )
+                assert attempt.body is not None
+                data = attempt.data if params is None else bodies.with_params(attempt.data, attempt.body, params)
                 await self._stream(attempt, data, client, None)
         except RejectedByPrefillError as error:
+            if client.has_begun and prefill is not None:
+                raise _InstanceFailedError(prefill, f"it has answered {error.status}") from None
             await client.whole(error.status, error.headers, error.body)
             assert prefill is not None, "only a prefill instance's answer is an error"
             self._observer.answered(incoming, prefill, error.status, self._clock.now() - attempt.since, b"")
@@ -201,7 +297,8 @@ class Exchanges:
         params = bodies.concurrent_decode_params(transfer_id, prefill.bootstrap, engine_id)
         prefill_body = bodies.concurrent_prefill_body(body, transfer_id)
         async with _concurrently(self._prefill(attempt, prefill, prefill_body)) as prefilling:
-            data = bodies.with_params(attempt.incoming.body, body, params)
+            assert attempt.body is not None
+            data = bodies.with_params(attempt.data, attempt.body, params)
             await self._stream(attempt, data, client, prefilling)
 
     async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
@@ -237,17 +334,23 @@ class Exchanges:
         self, attempt: _Attempt, data: bytes, client: Response, prefilling: asyncio.Task[Any] | None
     ) -> None:
         """Forwards the target's answer, byte for byte, from its first byte on; before that raises as `_answer`."""
-        incoming, target = attempt.incoming, attempt.plan.target
-        call = Call(incoming.method, target.url + incoming.target, incoming.headers, data)
+        incoming, target, stream = attempt.incoming, attempt.plan.target, attempt.stream
+        headers = incoming.headers
+        if stream is not None:
+            headers = (*headers, (STREAM_HEADER, stream.name or ASK))
+        call = Call(incoming.method, target.url + incoming.target, headers, data)
         try:
             async with asyncio.timeout(None) as scope:
-                with self._watched(target, scope):
+                with self._watched(target, scope, attempt):
                     if prefilling is not None:
                         prefilling.add_done_callback(functools.partial(self._on_prefilled, attempt, scope))
                     with await self._upstream.ask(call) as answer:
                         await self._pass_on(attempt, answer, client)
         except (PeerError, TimeoutError) as error:
-            failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error)
+            failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error, stream)
+            if stream is not None and stream.name and attempt.request.phase is Phase.ANSWERING:
+                stream.reason = stream.interruption or Reason.DIED
+                raise failure from None
             if attempt.request.phase is not Phase.ANSWERING:
                 raise failure from None
             self._observer.failed(target)
@@ -261,11 +364,19 @@ class Exchanges:
         if answer.status in _RETRIED_STATUSES:
             raise _unavailable(answer.status, answer.headers)
 
+        stream = self._begin_report(attempt, answer, client)
+
         def take(part: bytes, is_last: bool) -> bool:
+            now = self._clock.now()
             is_first = attempt.request.phase is not Phase.ANSWERING
-            self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
-            if is_first:
+            self._dispatcher.answer_goes_on(attempt.request, now)
+            if is_first and not client.has_begun:
                 client.begin(answer.status, bodies.answer_headers(answer.headers))
+            elif is_first and stream is not None and stream.reason is not None:
+                self._observer.migrated(stream.reason, is_continued=True)
+            if stream is not None:
+                stream.last_part_at = now
+                part = stream.feed(part, is_last)
             is_ready = client.write(part, is_last)
             attempt.tail.add(part)
             return is_ready
@@ -274,6 +385,26 @@ class Exchanges:
             await client.drained()
         await client.drained()
 
+    def _begin_report(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> ReportedStream | None:
+        """Returns the stream if the answer is reported. Raises PeerError for an answer that does not continue it."""
+        stream, url = attempt.stream, attempt.plan.target.url
+        name = bodies.header_of(answer.headers, STREAM_HEADER.lower()) if stream is not None else None
+        if stream is None:
+            return None
+        if not client.has_begun and answer.status == 200 and name is not None and name_of(name) is not None:
+            stream.name = name
+            answer.headers = bodies.without_stream_header(answer.headers)
+            self._fingerprints[url] = stream.fingerprint
+            return stream
+        if not client.has_begun:
+            stream.name = ""
+            return None
+        if answer.status != 200 or name != stream.name:
+            self._fingerprints.pop(url, None)
+            raise PeerError(f"it does not continue the stream: it has answered {answer.status}")
+        self._fingerprints[url] = stream.fingerprint
+        return stream
+
     def _on_prefilled(self, attempt: _Attempt, scope: asyncio.Timeout, task: asyncio.Task[Any]) -> None:
         is_done = not task.cancelled() and task.exception() is None
         self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=is_done)
@@ -281,20 +412,26 @@ class Exchanges:
         if is_waiting and _failure_of(task) is not None:
             scope.reschedule(0)
 
-    def _failure(self, instance: Instance, error: Exception) -> _InstanceFailedError:
+    def _failure(
+        self, instance: Instance, error: Exception, stream: ReportedStream | None = None
+    ) -> _InstanceFailedError:
+        if stream is not None and stream.interruption is not None:
+            return _InstanceFailedError(instance, f"it has {stream.interruption}")
         if isinstance(error, TimeoutError):
             return _InstanceFailedError(instance, "it has died or was removed", num_lost=1)
         return _InstanceFailedError(instance, str(error), error.num_sent if isinstance(error, AnswerLostError) else 0)
 
     @contextlib.contextmanager
-    def _watched(self, instance: Instance, scope: asyncio.Timeout) -> Generator[None]:
-        """Ends the scope with TimeoutError if the instance dies meanwhile (`cut_off`)."""
+    def _watched(self, instance: Instance, scope: asyncio.Timeout, attempt: _Attempt | None = None) -> Generator[None]:
+        """Ends the scope with TimeoutError if the instance dies meanwhile (`cut_off`), or if the answer is to be
+        continued elsewhere (`migrate`).
+        """
         scopes = self._scopes[instance.url]
-        scopes.add(scope)
+        scopes[scope] = attempt
         try:
             yield
         finally:
-            scopes.discard(scope)
+            del scopes[scope]
 
 
 @contextlib.asynccontextmanager

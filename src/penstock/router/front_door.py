@@ -14,6 +14,7 @@ from penstock.router.observer import RouterObserver
 from penstock.utils.errors import RequestError
 from penstock.utils.hosts import is_local_host
 
+_MODELS = "/v1/models"
 _is_local = functools.lru_cache(1024)(is_local_host)
 
 
@@ -57,6 +58,9 @@ class FrontDoor:
         completions = bodies.completion_path(request.method, path)
         if completions is None:
             incoming = bodies.ClientRequest(request.method, path, request.target, headers, request.body)
+            groups = self._dispatcher.pool.groups() if (request.method, path) == ("GET", _MODELS) else []
+            if groups:
+                return await self._exchanges.list_models(incoming, response, groups)
         else:
             try:
                 body = bodies.read_completion(headers, request.body)

@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.router.http_client import Call, HttpUpstream, fetch
 from penstock.router.instances import Signal
 from penstock.router.pool import Pool
@@ -19,6 +21,7 @@ from penstock.utils.clock import Clock
 from penstock.utils.errors import ConfigError, PeerError
 
 _MAX_REASON = 200
+_MAX_MODELS = 256
 _BY_STATUS = {
     "draining": Signal.DRAINING,
     "restarting": Signal.STARTING,
@@ -67,6 +70,21 @@ def signal_of(health: Reply, ready: Reply) -> tuple[Signal, str]:
     if ready.status != 200 and ready.status not in _NO_SUCH_ROUTE:
         return Signal.STARTING, _read(ready)[1] or f"/ready answers {ready.status}"
     return Signal.READY, ""
+
+
+def models_of(ready: Reply) -> tuple[str, ...]:
+    """Returns the names of the models that the instance reports, sorted."""
+    try:
+        return tuple(sorted(set(_decode_ready(ready.body).models[:_MAX_MODELS])))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ()
+
+
+class _Ready(msgspec.Struct):
+    models: list[str] = []
+
+
+_decode_ready = msgspec.json.Decoder(_Ready).decode
 
 
 def tokens_counted(metrics: bytes) -> float:
@@ -138,7 +156,9 @@ class HealthChecks:
     async def _check(self, url: str) -> bool:
         """Returns True if the instance has died."""
         try:
-            signal, reason = signal_of(await self._ask(f"{url}/health"), await self._ask(f"{url}/ready"))
+            health, ready = await self._ask(f"{url}/health"), await self._ask(f"{url}/ready")
+            signal, reason = signal_of(health, ready)
+            self._pool.learn(url, models_of(ready))
             if signal is Signal.READY and await self._is_stalled(url):
                 seconds = self._pool.stalled_for(url, self._clock.now())
                 signal, reason = Signal.STALLED, f"it has requests and has made no progress for {seconds:.0f} s"

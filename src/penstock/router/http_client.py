@@ -209,7 +209,7 @@ class InstanceConnection(asyncio.Protocol):
 
     async def pass_to(self, take: Take) -> bool:
         """Passes the body on as it arrives, until its end or until `take` returns False. Returns whether the body has
-        ended. Raises AnswerLostError if it ends too early, and the errors of `take`, which are OSErrors.
+        ended. Raises AnswerLostError if it ends too early, and the errors of `take`: OSErrors and PeerErrors.
         """
         self._take = take
         try:
@@ -243,7 +243,7 @@ class InstanceConnection(asyncio.Protocol):
         self._is_due = False
         try:
             self._deliver()
-        except OSError as error:
+        except (OSError, PeerError) as error:
             self._wake(error)
         if self._take is None:
             self._wake()
@@ -255,7 +255,7 @@ class InstanceConnection(asyncio.Protocol):
         self._waiting = self._loop.create_future()
         await self._waiting
 
-    def _wake(self, error: OSError | None = None) -> None:
+    def _wake(self, error: OSError | PeerError | None = None) -> None:
         if self._waiting is None or self._waiting.done():
             return
         if error is None:

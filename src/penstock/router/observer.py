@@ -12,6 +12,7 @@ from penstock.router.dispatcher import Dispatcher, Plan
 from penstock.router.health import HealthChecks
 from penstock.router.instances import Instance, Role, State
 from penstock.router.kv_subscriptions import KVSubscriptions
+from penstock.router.reported_stream import Reason
 
 _REFUSED = 503
 # Quotation marks inside JSON strings are escaped, so generated text cannot match.
@@ -76,6 +77,10 @@ class RouterObserver:
         """Returns the share of an instance's prompt tokens that were cached or loaded, by the usage of its answers."""
         prompt, cached = self._hits.get(url, (0, 0))
         return cached / prompt if prompt else None
+
+    def migrated(self, reason: Reason, *, is_continued: bool) -> None:
+        """Called when another instance has continued a stream, or when none could."""
+        self._metrics.count("penstock_router_migrations", 1, reason.value, "continued" if is_continued else "failed")
 
     def cut(self, incoming: ClientRequest) -> None:
         self._metrics.on_error(incoming.path, "cut")

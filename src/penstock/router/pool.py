@@ -14,6 +14,8 @@ from penstock.utils.placement import load
 
 logger = get_logger(__name__)
 
+_NONE: frozenset[str] = frozenset()
+
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -21,7 +23,7 @@ class Member:
     `is_leaving`: and it is removed when it has no requests left. `unhealthy_since`: the time of the first of the
     `UNHEALTHY_SIGNALS` after the last other signal. `progressed_at`: when it last got its first request or sent a part
     of an answer; `is_suspect`: it has stalled since, and gets one request at a time. `last_chosen` orders instances
-    with the same load.
+    with the same load. `models` are the names of the models that it reports, none if it reports none.
     """
 
     instance: Instance
@@ -36,6 +38,7 @@ class Member:
     num_prompt_tokens: int = 0
     num_chosen: int = 0
     last_chosen: int = 0
+    models: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -66,6 +69,8 @@ class Pool:
         self._num_chosen = 0
         # By role; None after a change.
         self._ready: Mapping[Role, Sequence[Member]] | None = None
+        # By model, the instances that report only others; empty if all report the same. None after a change.
+        self._others: Mapping[str, frozenset[str]] | None = None
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -80,6 +85,7 @@ class Pool:
 
     def add(self, instance: Instance) -> Member:
         """Adds an instance, or reactivates one that is being drained or removed, with its former role."""
+        self._others = None
         member = self._members.setdefault(instance.url, Member(instance))
         member.is_held = member.is_leaving = False
         return member
@@ -100,7 +106,40 @@ class Pool:
     def _remove_if_idle(self, member: Member) -> None:
         if member.is_leaving and not member.num_outstanding:
             self._members.pop(member.url, None)
-            self._ready = None
+            self._ready = self._others = None
+
+    # ---- Models ----
+
+    def learn(self, url: str, models: tuple[str, ...]) -> None:
+        """Records which models the instance reports."""
+        member = self._members.get(url)
+        if member is not None and member.models != models:
+            member.models = models
+            self._others = None
+
+    def without(self, model: str) -> frozenset[str]:
+        """Returns the instances that report only other models; none if no instance reports this one."""
+        if self._others is None:
+            self._others = self._find_others()
+        return self._others.get(model, _NONE)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether instances report different models."""
+        self.without("")
+        return bool(self._others)
+
+    def groups(self) -> list[Member]:
+        """Returns a ready instance for each group of those that report the same models; none if all do."""
+        found = {each.models: each for role in Role for each in self.of(role) if each.models}
+        return list(found.values()) if self.has_groups else []
+
+    def _find_others(self) -> Mapping[str, frozenset[str]]:
+        reporting = [each for each in self._members.values() if each.models]
+        if len({each.models for each in reporting}) < 2:
+            return {}
+        names = {name for each in reporting for name in each.models}
+        return {name: frozenset(each.url for each in reporting if name not in each.models) for name in names}
 
     # ---- States ----
 
@@ -193,6 +232,7 @@ class Pool:
 
     def check_integrity(self) -> None:
         assert self._ready in (None, self._find_ready()), self._ready
+        assert self._others in (None, self._find_others()), self._others
         for member in self._members.values():
             held = [lease for lease in self._leases if lease.member is member]
             assert member.num_outstanding == len(held), (member.url, member.num_outstanding, len(held))

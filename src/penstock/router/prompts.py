@@ -53,7 +53,8 @@ class TokenizedPrompts:
         # If requests wait, they go to the next instance with room, so tokenizing would only add work.
         if self._dispatcher.num_queued or not any(self._views.num_blocks.values()):
             return estimated
-        ready = [each for each in self._dispatcher.pool if each.state is State.READY]
+        others = self._dispatcher.pool.without(incoming.model())
+        ready = [each for each in self._dispatcher.pool if each.state is State.READY and each.url not in others]
         body = incoming.completion if _is_choice(ready) else None
         if body is None:
             return estimated

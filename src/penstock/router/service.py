@@ -73,6 +73,7 @@ async def running(config: RouterConfig) -> AsyncGenerator[Listening]:
 
         def on_change() -> None:
             views.follow()
+            exchanges.migrate()
             exchanges.wake()
 
         def on_death(url: str) -> None:

@@ -62,6 +62,10 @@ class NotFoundError(RequestError):
         super().__init__(message, field, code)
 
 
+class ConflictError(RequestError):
+    """The request is valid, but not for this server."""
+
+
 class JSONResponse(Response):
     """JSON encoded by msgspec, as in streams."""
 
@@ -94,6 +98,8 @@ def status_of(error: PenstockError) -> int:
     """Returns the HTTP status for an error."""
     if isinstance(error, NotFoundError):
         return 404
+    if isinstance(error, ConflictError):
+        return 409
     if isinstance(error, RequestError):
         return 400
     return 503 if isinstance(error, OverloadedError | EngineDeadError) else 500

@@ -55,10 +55,14 @@ async def health(request: Request) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=ERRORS)
 async def ready(request: Request) -> Response:
-    """Returns 200 if new requests are accepted, otherwise 503."""
-    found = health_of(service_of(request))
+    """Returns 200 if new requests are accepted, otherwise 503, and the names of the model."""
+    service = service_of(request)
+    found = health_of(service)
     is_ready = found.status == "ok"
-    return JSONResponse({"ready": is_ready, "reason": found.reason}, status_code=200 if is_ready else 503)
+    # The route needs no key, and the metrics have the names too.
+    names = () if service.args.protect_metrics else (*service.model_names, *service.llm.loras)
+    body = {"ready": is_ready, "reason": found.reason, "models": names}
+    return JSONResponse(body, status_code=200 if is_ready else 503)
 
 
 @router.get("/version")

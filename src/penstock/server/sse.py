@@ -79,14 +79,13 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         close: Callable[[], None] = lambda: None,
-        request_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self.init_headers(headers if request_id is None else {**headers, REQUEST_ID_HEADER: request_id})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))

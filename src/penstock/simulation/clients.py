@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
+from penstock.router.reported_stream import ReportedStream
 from penstock.simulation.oracle import VOCAB_SIZE, Answer, Answers
 from penstock.simulation.ranks import FOREIGN_KV
 from penstock.simulation.setup import Setup
 from penstock.simulation.trace import ViolationError
+from penstock.simulation.transcripts import transcript
+from penstock.utils.stream_reports import ReportKind, report_line
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +35,7 @@ class LiveRequest:
     may_be_refused: bool = False
     submitted_at: int = 0
     received: list[int] = field(default_factory=list[int])
+    stream: ReportedStream = field(default_factory=ReportedStream)
 
     def take(self, output: EngineOutput, *, may_fail: bool) -> None:
         """Checks what the engine has delivered. Raises ViolationError for a wrong token, end or error.
@@ -39,7 +45,8 @@ class LiveRequest:
         name = self.request.request_id
         if FOREIGN_KV in output.new_token_ids:
             raise ViolationError(f"{name} got drafts from KV of another request", name)
-        self.received += output.new_token_ids
+        is_last = output.finish_reason is not None
+        self.received += read_data(self.stream.feed(report(output.new_token_ids, is_last=is_last), is_last))
         if self.received != self.expected[: len(self.received)]:
             at = next(i for i, token in enumerate(self.received) if [token] != self.expected[i : i + 1])
             raise ViolationError(f"{name} got a wrong token at position {at} of its output", name)
@@ -56,6 +63,17 @@ class LiveRequest:
                 raise ViolationError(f"{name} was aborted although no client asked for it", name)
             case None:
                 pass
+
+
+def report(token_ids: Sequence[int], *, is_last: bool) -> bytes:
+    """Returns the event in which a server reports these tokens of a stream."""
+    line = report_line(ReportKind.LAST if is_last else ReportKind.TOKENS, token_ids)
+    return line + f"data: {json.dumps(list(token_ids))}\n\n".encode()
+
+
+def read_data(events: bytes) -> list[int]:
+    """Returns the tokens that a client reads from events."""
+    return [token for event in events.split(b"\n\n")[:-1] for token in json.loads(event.removeprefix(b"data: "))]
 
 
 class Clients:
@@ -87,7 +105,21 @@ class Clients:
     def again(self, lost: LiveRequest, tick: int) -> list[LiveRequest]:
         """Returns the retry of a request that was lost with its engine."""
         abort_at = self._abort_at(tick)
+        if self._traffic.continues and lost.received:
+            return [self._continued(lost, abort_at)]
         return [LiveRequest(lost.request, lost.answer, lost.expected, lost.engine, abort_at, lost.next_engine)]
+
+    def _continued(self, lost: LiveRequest, abort_at: int) -> LiveRequest:
+        """Returns the rest of an answer, of whose next event the client may have received a part."""
+        event = report(lost.expected[len(lost.received) :], is_last=False)
+        assert not lost.stream.feed(event[: self._rng.randrange(len(event))], False), "half an event is none"
+        lost.stream.restart()
+        self.counters["continued"] = self.counters.get("continued", 0) + 1
+        request = replace(lost.request, output_token_ids=tuple(lost.stream.token_ids))
+        engine = self._rng.choice(self._names)
+        return LiveRequest(
+            request, lost.answer, lost.expected, engine, abort_at, received=lost.received, stream=lost.stream
+        )
 
     def after_error(self, failed: LiveRequest, tick: int) -> list[LiveRequest]:
         """Returns the retry of a request that ended with an error, if its client retries."""
@@ -127,6 +159,8 @@ class Clients:
             priority=rng.randrange(3),
             cache_salt=rng.choice(traffic.salts),
         )
+        if rng.random() < traffic.grammars:
+            request = replace(request, grammar=transcript(self._expected(request, answer)))
         engine = rng.choice(self._names)
         if not traffic.handoff:
             return LiveRequest(request, answer, self._expected(request, answer), engine, self._abort_at(tick))

@@ -185,6 +185,13 @@ class Answers:
             self._answers[prompt] = Answer(self._layers, len(prompt), list(prompt))
         return self._answers[prompt]
 
+    def known(self, prompt: tuple[int, ...]) -> Answer:
+        """Returns the answer to a prompt that a client has sent. A rank that takes some output for a part of the prompt
+        would apply penalties to the wrong tokens.
+        """
+        assert prompt in self._answers, f"no client has sent a prompt of these {len(prompt)} tokens"
+        return self._answers[prompt]
+
 
 class OracleMemory:
     """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size, words of a slot]; of

@@ -227,6 +227,13 @@ def _old_life(rng: random.Random) -> Setup:
     return traffic(faulty(two(rng), crash=0.04, repeated=0.5, late=0.2, slow=0.6), reuse=0.7)
 
 
+@_scenario("migrated_streams", "answers that are lost with their engine go on at another one, with given output")
+def _migrated(rng: random.Random) -> Setup:
+    setup = faulty(two(rng), crash=0.03, slow=0.3)
+    setup = setup if rng.random() < 0.5 else speculating(setup, rng)
+    return traffic(setup, continues=True, grammars=0.0 if setup.drafts else 0.5, max_output=20, abort=0.0, stop=0.3)
+
+
 @_scenario("worker_error", "F18: a rank raises an exception during a step")
 def _worker_error(rng: random.Random) -> Setup:
     return faulty(_spec_share(rng), worker_error=0.03, slow=0.3)

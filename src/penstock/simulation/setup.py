@@ -59,7 +59,8 @@ class Traffic:
 
     `reuse` is the share of requests that take the id of one that has ended, `abort` the share that is aborted some time
     after its arrival, `abort_loading` the probability per tick that a request waiting for KV is aborted. `reset` is the
-    probability per tick that an engine's prefix cache is reset.
+    probability per tick that an engine's prefix cache is reset. With `continues`, an answer that is lost with its
+    engine goes on at any engine, as with Penstock's router; a share of `grammars` is constrained.
     """
 
     num_requests: int = 10
@@ -75,6 +76,8 @@ class Traffic:
     stop: float = 0.2
     handoff: bool = False
     reset: float = 0.0
+    continues: bool = False
+    grammars: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
 from penstock.core.request import Request, RequestStatus
 from penstock.core.scheduler import Scheduler
+from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor, OverTheWire
 from penstock.kv_transfer.connector import WorkerConnector
@@ -24,6 +25,7 @@ from penstock.simulation.oracle import Answers
 from penstock.simulation.ranks import Devices, Outputs, RankConfig, SimWorker
 from penstock.simulation.setup import Faults, Setup
 from penstock.simulation.trace import Trace, block_name, hash_name
+from penstock.simulation.transcripts import Transcripts
 from penstock.utils.clock import ManualClock
 from penstock.worker.messages import InitializeWorker
 
@@ -163,7 +165,7 @@ class SimEngine:
         executor.load()
         limits = setup.scheduler_config(site.ranks.pp)
         (handshakes,) = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
-        self.scheduler = Scheduler(limits, self.kv, None, transfer)
+        self.scheduler = Scheduler(limits, self.kv, StructuredOutputs(Transcripts()), transfer)
         if not parts.is_null:
             parts.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, executor, limits.max_num_in_flight, debug=True, clock=clock)

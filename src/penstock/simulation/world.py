@@ -29,6 +29,7 @@ from penstock.utils.errors import ConfigError, EngineDeadError, RequestError, Re
 
 _OLD_REPORTS = 24
 _EVERYTHING_EVERY = 16
+_GRAMMAR_SECONDS = 60.0
 _QUIET_SECONDS = 10.0
 
 
@@ -181,6 +182,9 @@ class World:
             pass
         else:
             raise ViolationError("a second request with the same id was accepted", request.request_id)
+        if request.grammar is not None:
+            # Its compilation takes no time here, or it would depend on the machine's.
+            self._engines[each.engine].scheduler.wait(_GRAMMAR_SECONDS, 0.0)
         each.submitted_at = tick
         self._live[request.request_id] = each
 

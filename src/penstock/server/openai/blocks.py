@@ -102,6 +102,13 @@ class AnswerBlocks:
         """Whether the answer contains a call."""
         return self._reader.called
 
+    def skip_given(self) -> None:
+        """Reads the output that the request continues, which is not new to its reader. Called first, if at all."""
+        text = self._cursor.skip_given(self.completion)
+        if self.completion.num_given_tokens:
+            for _ in self._add(self._reader.read(text, is_last=False)):
+                pass
+
     def advance(self) -> Update | None:
         """Reads the new part of the completion; None if there is none."""
         delta = self._cursor.advance(self.completion)

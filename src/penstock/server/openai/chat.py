@@ -24,6 +24,7 @@ from penstock.server.openai.blocks import (
 from penstock.server.openai.conversation import Chat, content_of, start_chat
 from penstock.server.openai.generation import Delta, News
 from penstock.server.openai.protocol import COMPLETION_RESPONSES, ChatCompletionRequest
+from penstock.server.openai.reported_streams import reported_stream
 from penstock.server.service import Service, service_of
 
 router = APIRouter()
@@ -36,17 +37,23 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """Answers a conversation, `n` times."""
     service = service_of(request)
     names = generation.name_request(request, body, "chatcmpl")
+    reported = reported_stream(service, request, body, names.answer_id)
     chat = await start_chat(service, request, body, names.engine_id)
-    head = {"id": names.answer_id, "created": int(service.clock.wall()), "model": chat.model}
-    answer = _Answer(service, body, chat, head)
-    return await generation.respond(request, chat.generation, answer, names.header, is_stream=bool(body.stream))
+    head = generation.answer_head(service, names.answer_id, chat.model, reported)
+    answer = _Answer(service, body, chat, head, is_reported=reported is not None)
+    return await generation.respond(
+        request, chat.generation, answer, names.header, is_stream=bool(body.stream), reported=reported
+    )
 
 
 class _Answer:
     """Writes one request's answer, complete or streamed."""
 
-    def __init__(self, service: Service, body: ChatCompletionRequest, chat: Chat, head: dict[str, Any]) -> None:
+    def __init__(
+        self, service: Service, body: ChatCompletionRequest, chat: Chat, head: dict[str, Any], *, is_reported: bool
+    ) -> None:
         self._body = body
+        self._is_reported = is_reported
         self._generation = chat.generation
         self._completions = [AnswerBlocks(chat, number) for number in range(len(chat.generation.outputs[0].outputs))]
         self._tokenizer = service.llm.get_tokenizer()
@@ -77,8 +84,10 @@ class _Answer:
         return message
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return generation.stream_chunks(self._generation, head, self._body.stream_options, self._news)
+        for completion in self._completions:
+            completion.skip_given()
+        head, options = {**self._head, "object": "chat.completion.chunk"}, self._body.stream_options
+        return generation.stream_chunks(self._generation, head, options, self._news, is_reported=self._is_reported)
 
     def _news(self, number: int) -> News:
         """Yields the choices that have changed, each with the fields of its chunk about the prompt."""

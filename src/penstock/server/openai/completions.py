@@ -14,6 +14,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.server.openai import generation, logprobs, prompts
 from penstock.server.openai.generation import Cursor, Delta, Generation, News
 from penstock.server.openai.protocol import COMPLETION_RESPONSES, CompletionRequest
+from penstock.server.openai.reported_streams import reported_stream
 from penstock.server.service import Service, service_of
 from penstock.utils.errors import RequestError
 
@@ -30,10 +31,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     tokenizing = prompts.tokenizing_of(body, service, params.max_tokens, adds_by_default=True)
     encoded = await prompts.encode_prompts(service, given, tokenizing)
     names = generation.name_request(request, body, "cmpl")
+    reported = reported_stream(service, request, body, names.answer_id) if len(given) == 1 else None
     started = await generation.start(service, request, names.engine_id, encoded, params, body)
-    head = {"id": names.answer_id, "created": int(service.clock.wall()), "model": model}
-    answer = _Answer(service, body, started, head)
-    return await generation.respond(request, started, answer, names.header, is_stream=bool(body.stream))
+    head = generation.answer_head(service, names.answer_id, model, reported)
+    answer = _Answer(service, body, started, head, is_reported=reported is not None)
+    is_stream = bool(body.stream)
+    return await generation.respond(request, started, answer, names.header, is_stream=is_stream, reported=reported)
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -59,7 +62,9 @@ def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParam
             raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
         # The engine always generates a token; the answer omits it if it was not requested.
         overrides["max_tokens"] = 1
-    if body.echo and body.logprobs is not None:
+    if body.echo and body.logprobs is not None and body.output_token_ids and not body.stream:
+        raise RequestError("echo with logprobs excludes output_token_ids, unless the answer is streamed", "echo")
+    if body.echo and body.logprobs is not None and not body.output_token_ids:
         overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return generation.sampling_params(body, service.default_sampling_params, **overrides)
 
@@ -71,11 +76,20 @@ def _max_tokens(body: CompletionRequest) -> int | None:
 class _Answer:
     """Writes one request's answer, complete or streamed. Choice p * n + i is completion i of prompt p."""
 
-    def __init__(self, service: Service, body: CompletionRequest, started: Generation, head: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        started: Generation,
+        head: dict[str, Any],
+        *,
+        is_reported: bool,
+    ) -> None:
         self._service = service
         self._body = body
         self._generation = started
         self._head = {**head, "object": "text_completion"}
+        self._is_reported = is_reported
         self._is_prompt_only = _max_tokens(body) == 0
         self._prompt_texts: dict[int, str] = {}
 
@@ -84,13 +98,16 @@ class _Answer:
             self._choice(number, output, delta)
             for number, output in enumerate(self._generation.outputs)
             for completion in output.outputs
-            if (delta := Cursor().advance(completion)) is not None
+            if (delta := self._cursor().advance(completion)) is not None
         ]
         fields = self._generation.transfer_fields
         return {**self._head, "choices": choices, "usage": self._usage(), **fields}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        cursors = [[Cursor() for _ in output.outputs] for output in self._generation.outputs]
+        cursors = [[self._cursor() for _ in output.outputs] for output in self._generation.outputs]
+        for output, of_prompt in zip(self._generation.outputs, cursors, strict=True):
+            for cursor, completion in zip(of_prompt, output.outputs, strict=True):
+                cursor.skip_given(completion)
 
         def news(number: int) -> News:
             output = self._generation.outputs[number]
@@ -100,7 +117,13 @@ class _Answer:
                     yield self._choice(number, output, delta), {}
 
         options = self._body.stream_options
-        return generation.stream_chunks(self._generation, self._head, options, news, self._usage)
+        return generation.stream_chunks(
+            self._generation, self._head, options, news, self._usage, is_reported=self._is_reported
+        )
+
+    def _cursor(self) -> Cursor:
+        given = self._body.output_token_ids if self._body.logprobs is not None else None
+        return Cursor(sum(len(self._service.llm.get_tokenizer().decode_token(each)) for each in given or ()))
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage()
@@ -132,7 +155,8 @@ class _Answer:
         num_top = self._body.logprobs
         if num_top is None:
             return None
-        rows, token_ids = ([], []) if self._is_prompt_only else (delta.logprobs, delta.token_ids)
+        rows = [] if self._is_prompt_only else delta.logprobs
+        token_ids = delta.token_ids[len(delta.token_ids) - len(rows) :]
         names_ids = bool(self._body.return_tokens_as_token_ids)
         new = logprobs.completion_logprobs(rows, token_ids, len(prompt) + delta.offset, num_top, names_ids)
         if not echo:

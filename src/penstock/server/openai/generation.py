@@ -23,7 +23,8 @@ from penstock.server.openai import formats
 from penstock.server.openai.protocol import EngineRequestBody, GenerationRequest, StreamOptions, Usage
 from penstock.server.service import Service
 from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, client_request_id, event, unless_disconnected
-from penstock.utils.errors import PenstockError, RequestError
+from penstock.utils.errors import EngineDeadError, PenstockError, RequestError
+from penstock.utils.stream_reports import STREAM_HEADER, ReportKind, StreamName, header_value, report_line
 
 _CONVERTED = ("logit_bias", "structured_outputs")
 _SAMPLING_FIELDS = [
@@ -54,7 +55,7 @@ def _token_id(key: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """The new part of a completion. `offset` is the number of characters in the tokens before it. Text may lag behind
-    its tokens while it could still become a stop string; log probabilities do not lag.
+    its tokens while it could still become a stop string; log probabilities do not lag, but begin after given tokens.
     """
 
     index: int
@@ -68,20 +69,27 @@ class Delta:
 
 
 class Cursor:
-    """The position up to which one completion has been read."""
+    """The position up to which one completion has been read. `offset` is the number of characters in the tokens that
+    the request gave, whose log probabilities are unknown.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, offset: int = 0) -> None:
         self._num_characters = 0
         self._num_tokens = 0
-        self._num_token_characters = 0
+        self._num_token_characters = offset
         self._is_finished = False
+
+    def skip_given(self, completion: CompletionOutput) -> str:
+        """Moves to the end of the output that the request continues; returns its text. A stream begins there."""
+        self._num_tokens, self._num_characters = completion.num_given_tokens, completion.num_given_characters
+        return completion.text[: self._num_characters]
 
     def advance(self, completion: CompletionOutput) -> Delta | None:
         """Returns the new part; None if there is none."""
         if self._is_finished or (len(completion.token_ids) == self._num_tokens and not completion.finished):
             return None
         start, shown, offset = self._num_tokens, self._num_characters, self._num_token_characters
-        logprobs = (completion.logprobs or [])[start:]
+        logprobs = (completion.logprobs or [])[max(0, start - completion.num_given_tokens) :]
         self._num_token_characters += sum(len(next(iter(row.values())).decoded_token or "") for row in logprobs)
         self._num_tokens = len(completion.token_ids)
         self._num_characters = len(completion.text)
@@ -207,6 +215,10 @@ async def start(
             "request per prompt",
             "prompt",
         )
+    if body.output_token_ids and len(prompts) > 1:
+        raise RequestError(
+            f"there must be one prompt with output_token_ids, got {len(prompts)}: send one request per prompt", "prompt"
+        )
     salt, lora = service.cache_scope(request, body.cache_salt), service.lora_request(body.model)
     trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
     service.llm.check_count(len(prompts) * params.n, rank)
@@ -218,7 +230,7 @@ async def start(
             name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
             with formats.naming_the_field(body):
                 stream = await service.llm.submit(
-                    {**fields, "cache_salt": salt},
+                    {**fields, "cache_salt": salt, "output_token_ids": body.output_token_ids},
                     params,
                     name,
                     priority=body.priority or 0,
@@ -296,25 +308,53 @@ async def stream_chunks(
     options: StreamOptions | None,
     news: Callable[[int], News],
     usage: Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    is_reported: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """Streams the chunks of a completion or chat completion, each `head` with one choice. `news` takes the number of
-    the prompt whose output has changed; `usage` defaults to the generation's.
+    the prompt whose output has changed; `usage` defaults to the generation's. The only completion may be reported.
     """
     usage = usage or started.usage
     shows_usage = options is not None and bool(options.include_usage)
     counts = options is not None and bool(options.continuous_usage_stats)
-    async with aclosing(started.updates()) as updates:
-        async for number in updates:
-            for choice, fields in news(number):
-                chunk = {**head, "choices": [choice], **fields}
-                if choice["finish_reason"] is not None:
-                    chunk |= started.transfer_fields
-                if shows_usage:
-                    chunk["usage"] = usage() if counts else None
-                yield event(chunk)
+    reports = _Reports(started.outputs[0].outputs[0]) if is_reported else None
+    try:
+        async with aclosing(started.updates()) as updates:
+            async for number in updates:
+                report = b"" if reports is None else reports.next()
+                for choice, fields in news(number):
+                    chunk = {**head, "choices": [choice], **fields}
+                    if choice["finish_reason"] is not None:
+                        chunk |= started.transfer_fields
+                    if shows_usage:
+                        chunk["usage"] = usage() if counts else None
+                    yield report + event(chunk)
+                    report = b""
+                if report:
+                    yield report + b"\n"
+    except EngineDeadError:
+        if is_reported:
+            yield report_line(ReportKind.DIED) + b"\n"
+        raise
     if shows_usage:
         yield event({**head, "choices": [], "usage": usage()})
     yield DONE
+
+
+class _Reports:
+    """The reports of one completion's tokens, those that the request gave excepted."""
+
+    def __init__(self, completion: CompletionOutput) -> None:
+        self._completion = completion
+        self._num_reported = completion.num_given_tokens
+
+    def next(self) -> bytes:
+        """Returns the report of what is new; b"" if nothing is."""
+        start, self._num_reported = self._num_reported, len(self._completion.token_ids)
+        if self._num_reported == start and not self._completion.finished:
+            return b""
+        kind = ReportKind.LAST if self._completion.finished else ReportKind.TOKENS
+        return report_line(kind, self._completion.token_ids[start:])
 
 
 class Answer(Protocol):
@@ -325,14 +365,30 @@ class Answer(Protocol):
     def stream(self) -> AsyncGenerator[bytes, None]: ...
 
 
+def answer_head(service: Service, answer_id: str, model: str, reported: StreamName | None) -> dict[str, Any]:
+    """Returns the fields that all chunks of an answer have in common."""
+    if reported is not None:
+        return {"id": reported.id, "created": reported.created, "model": model}
+    return {"id": answer_id, "created": int(service.clock.wall()), "model": model}
+
+
 async def respond(
-    request: Request, started: Generation, answer: Answer, request_id: str, *, is_stream: bool
+    request: Request,
+    started: Generation,
+    answer: Answer,
+    request_id: str,
+    *,
+    is_stream: bool,
+    reported: StreamName | None = None,
 ) -> Response:
     """Returns the HTTP response, complete or as events; closes the generation when it ends or the client
     disconnects.
     """
     if is_stream:
-        return EventStream(answer.stream(), started.close, request_id)
+        headers = {REQUEST_ID_HEADER: request_id}
+        if reported is not None:
+            headers[STREAM_HEADER] = header_value(reported)
+        return EventStream(answer.stream(), started.close, headers)
     try:
         await unless_disconnected(request, started.finish())
     finally:

@@ -147,6 +147,7 @@ class GenerationRequest(EngineRequestBody):
     kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    output_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 

@@ -1,0 +1,311 @@
+"""Streams that another instance continues: one stream for the client, whatever happens to the instances."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.router.dispatcher import Limits
+from penstock.router.exchange import Timeouts
+from penstock.router.health import HealthConfig
+from penstock.router.reported_stream import ReportedStream
+from penstock.utils.errors import PeerError
+from penstock.utils.stream_reports import ASK, STREAM_HEADER, ReportKind, StreamName, header_value, report_line
+from tests.unit.router_stubs import (
+    PATH,
+    STYLES,
+    Client,
+    Handler,
+    Stub,
+    decode,
+    half,
+    prefill,
+    prefilled,
+    routed,
+    run,
+    serve,
+    until,
+)
+
+TOKENS = [3, 14, 15, 92, 65, 35]
+BODY = {"prompt": "a", "stream": True, "max_tokens": len(TOKENS)}
+NAME = header_value(StreamName("same", "cmpl-1", 7))
+
+
+def chunk(token_id: int) -> bytes:
+    return b"data: " + json.dumps({"id": "cmpl-1", "text": f"<{token_id}>"}).encode() + b"\n\n"
+
+
+WHOLE = b"".join(map(chunk, TOKENS)) + b"data: [DONE]\n\n"
+Fault = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+async def cut(request: web.Request, _: web.StreamResponse) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def cut_within_an_event(request: web.Request, response: web.StreamResponse) -> None:
+    await response.write(report_line(ReportKind.TOKENS, [99]) + b'data: {"text": "<9')
+    await cut(request, response)
+
+
+async def cut_before_the_end(request: web.Request, response: web.StreamResponse) -> None:
+    """Sends the last token, but not the end of the stream."""
+    await response.write(report_line(ReportKind.LAST, TOKENS[-1:]) + chunk(TOKENS[-1]))
+    await cut(request, response)
+
+
+async def die_within(_: web.Request, response: web.StreamResponse) -> None:
+    await response.write(report_line(ReportKind.DIED) + b'\ndata: {"error": {}}\n\ndata: [DONE]\n\n')
+
+
+async def stop(_: web.Request, __: web.StreamResponse) -> None:
+    await asyncio.Event().wait()
+
+
+def instance(num_tokens: int | None = None, fault: Fault = cut, name: str = NAME) -> Handler:
+    """Generates `num_tokens` more of the answer, and then has a fault; without a number it generates all."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked = request.headers.get(STREAM_HEADER)
+        if asked not in (None, ASK, name):
+            return web.Response(status=409, text="other arithmetic")
+        headers = {"Content-Type": "text/event-stream", **({} if asked is None else {STREAM_HEADER: name})}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        given = body.get("output_token_ids", [])
+        assert given == TOKENS[: len(given)], given
+        rest = TOKENS[len(given) :]
+        for place, token_id in enumerate(rest):
+            if place == num_tokens:
+                await fault(request, response)
+                return response
+            kind = ReportKind.LAST if place == len(rest) - 1 else ReportKind.TOKENS
+            await response.write((b"" if asked is None else report_line(kind, [token_id])) + chunk(token_id))
+            await asyncio.sleep(0.001)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return answer
+
+
+async def ask(client: Client, body: Any = None) -> bytes:
+    async with client.session.post(client.router.url + PATH, json=body or BODY) as response:
+        assert response.status == 200
+        assert STREAM_HEADER not in response.headers
+        return await response.read()
+
+
+async def migrations(client: Client, reason: str, outcome: str = "continued") -> float:
+    return await client.metric(f'penstock_router_migrations_total{{outcome="{outcome}",reason="{reason}"}}')
+
+
+@pytest.mark.parametrize("fault", [cut, cut_within_an_event, die_within])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_client_sees_one_stream(fault: Fault, num_tokens: int) -> None:
+    async def check() -> None:
+        first, second = serve(instance(num_tokens, fault)), serve(instance())
+        async with routed(first, second) as client:
+            assert await ask(client) == WHOLE
+            assert (first.num_requests, second.num_requests) == (1, 1)
+            assert second.bodies[0] == {**BODY, "output_token_ids": TOKENS[:num_tokens]}
+            assert second.headers[0][STREAM_HEADER] == NAME
+            assert await migrations(client, "died") == 1
+            assert await client.metric(f'vllm_router_requests_total{{route="{PATH}"}}') == 1
+
+    run(check)
+
+
+def test_nothing_of_an_end_is_sent_that_is_not_complete() -> None:
+    async def check() -> None:
+        first, second = serve(instance(len(TOKENS) - 1, cut_before_the_end)), serve(instance())
+        async with routed(first, second) as client:
+            assert await ask(client) == WHOLE
+            assert second.bodies[0]["output_token_ids"] == TOKENS[:-1]
+
+    run(check)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_both_halves_are_repeated_and_the_prompt_is_prefilled_without_the_output(style: str) -> None:
+    async def check() -> None:
+        p, first, second = prefill(prefilled, style), decode(instance(2)), decode(instance())
+        body = {**BODY, "prompt_logprobs": 1}
+        async with routed(p, first, second) as client:
+            assert await ask(client, body) == WHOLE
+            assert "kv_transfer_params" in second.bodies[0]
+            assert second.bodies[0]["output_token_ids"] == TOKENS[:2]
+            assert "prompt_logprobs" not in second.bodies[0], "the client has them"
+            assert [each["max_tokens"] for each in p.bodies] == [1, 1]
+            assert not any("output_token_ids" in each for each in p.bodies)
+
+    run(check)
+
+
+def test_output_that_the_client_gave_comes_first() -> None:
+    async def check() -> None:
+        first, second = serve(instance(2)), serve(instance())
+        async with routed(first, second) as client:
+            body = {**BODY, "output_token_ids": TOKENS[:1]}
+            assert await ask(client, body) == WHOLE[len(chunk(TOKENS[0])) :]
+            assert second.bodies[0]["output_token_ids"] == TOKENS[:3]
+
+    run(check)
+
+
+async def is_cut(client: Client, body: Any = None) -> bool:
+    try:
+        await ask(client, body)
+    except aiohttp.ClientPayloadError:
+        return True
+    return False
+
+
+def test_migrations_are_bounded() -> None:
+    async def check() -> None:
+        stubs = [serve(instance(1)) for _ in range(4)]
+        async with routed(*stubs, limits=Limits(max_migrations=2)) as client:
+            assert await is_cut(client)
+            assert sum(stub.num_requests for stub in stubs) == 3
+            assert await migrations(client, "died", "failed") == 1
+            assert await client.metric(
+                f'vllm_router_request_errors_total{{error_type="cut",route="{PATH}"}}'
+            ) == 1  # fmt: skip
+
+    run(check)
+
+
+def test_a_request_that_kills_instances_before_it_progresses_ends_two_more_at_most() -> None:
+    async def check() -> None:
+        stubs = [serve(instance(2)), *(serve(instance(0)) for _ in range(4))]
+        async with routed(*stubs, limits=Limits(max_migrations=9, max_retries=9)) as client:
+            assert await is_cut(client)
+            assert sum(stub.num_requests for stub in stubs) <= 3
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("second", "fields"),
+    [
+        (instance(name=header_value(StreamName("other", "cmpl-1", 7))), {}),
+        (half, {}),
+        (instance(), {"n": 2}),
+    ],
+    ids=["other arithmetic", "another engine", "several completions"],
+)
+def test_what_cannot_be_continued_ends_as_before(second: Handler, fields: dict[str, Any]) -> None:
+    async def check() -> None:
+        stubs = [serve(instance(2)), serve(second)]
+        async with routed(*stubs) as client:
+            assert await is_cut(client, {**BODY, **fields})
+
+    run(check)
+
+
+def test_streams_of_other_engines_and_without_migration_pass_unchanged() -> None:
+    async def check() -> None:
+        async def plain(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b": a comment\n\ndata: {}\n\nda")
+            await response.write(b"ta: [DONE]\n\n")
+            return response
+
+        stub = serve(plain)
+        async with routed(stub) as client:
+            assert await ask(client) == b": a comment\n\ndata: {}\n\ndata: [DONE]\n\n"
+            assert stub.headers[0][STREAM_HEADER] == ASK
+        stub = serve(instance())
+        async with routed(stub, timeouts=Timeouts(migrate=None)) as client:
+            assert await ask(client) == WHOLE
+            assert STREAM_HEADER not in stub.headers[0]
+
+    run(check)
+
+
+async def learned(client: Client, stubs: list[Stub]) -> None:
+    """Lets every instance answer a stream, so that the router knows that they give the same tokens."""
+    while not all(stub.num_requests for stub in stubs):
+        assert await ask(client) == WHOLE
+
+
+@pytest.mark.parametrize("reason", ["drained", "stopped"])
+def test_a_stream_leaves_an_instance_that_drains_or_stops(reason: str) -> None:
+    async def check() -> None:
+        stubs = [serve(instance()), serve(instance())]
+        health = HealthConfig(interval=0.05, timeout=0.2, dead_after=60)
+        async with routed(*stubs, health=health, timeouts=Timeouts(migrate=0.2)) as client:
+            await learned(client, stubs)
+            for stub in stubs:
+                stub.num_requests = 0
+                stub.handler = instance(2, stop)
+            asking = asyncio.create_task(ask(client))
+            await until(lambda: any(stub.num_requests for stub in stubs))
+            busy, other = sorted(stubs, key=lambda stub: -stub.num_requests)
+            other.handler = instance()
+            await asyncio.sleep(0.1)
+            if reason == "drained":
+                await client.admin("/drain", url=busy.url)
+            else:
+                busy.health = None
+            assert await asking == WHOLE
+            assert await migrations(client, reason) == 1
+            await until(lambda: busy.num_cancelled == 1)
+
+    run(check)
+
+
+@pytest.mark.parametrize("max_migrations", [0, 3])
+def test_a_draining_instance_keeps_the_streams_that_no_other_can_continue(max_migrations: int) -> None:
+    async def check() -> None:
+        may_end = asyncio.Event()
+
+        async def wait(request: web.Request, response: web.StreamResponse) -> None:
+            await may_end.wait()
+            for token_id in TOKENS[2:]:
+                await response.write(report_line(ReportKind.TOKENS, [token_id]) + chunk(token_id))
+            await response.write(b"data: [DONE]\n\n")
+
+        first, second = serve(instance()), serve(instance())
+        async with routed(first, second, limits=Limits(max_migrations=max_migrations)) as client:
+            if not max_migrations:
+                await learned(client, [first, second])
+            for stub in (first, second):
+                stub.num_requests = 0
+                stub.handler = instance(2, wait)
+            asking = asyncio.create_task(ask(client))
+            await until(lambda: first.num_requests + second.num_requests > 0)
+            await asyncio.sleep(0.05)
+            await client.admin("/drain", url=(first if first.num_requests else second).url)
+            await asyncio.sleep(0.2)
+            may_end.set()
+            assert await asking == WHOLE
+            assert first.num_requests + second.num_requests == 1
+
+    run(check)
+
+
+@pytest.mark.parametrize("report", [b": tokens x", b": tokens 1.5", b": nonsense 5", b": tokens \xff"])
+def test_an_invalid_report_is_the_instances_failure(report: bytes) -> None:
+    with pytest.raises(PeerError, match="report of the stream is invalid"):
+        ReportedStream().feed(report + b"\ndata: {}\n\n", False)
+
+
+def test_a_stream_does_not_depend_on_how_it_arrives() -> None:
+    sent = b"".join(report_line(ReportKind.TOKENS, [each]) + chunk(each) for each in TOKENS[:-1])
+    sent += report_line(ReportKind.TOKENS, [8]) + b"\n" + report_line(ReportKind.LAST, TOKENS[-1:]) + chunk(TOKENS[-1])
+    sent += b"data: [DONE]\n\n"
+    for size in (1, 7, 64, len(sent)):
+        stream = ReportedStream()
+        parts = [sent[start : start + size] for start in range(0, len(sent), size)]
+        assert b"".join(stream.feed(part, False) for part in parts[:-1]) + stream.feed(parts[-1], True) == WHOLE
+        assert stream.token_ids == [*TOKENS[:-1], 8]
