@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.config.model_path import resolve_model_path
 from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.utils.errors import RequestError
 from penstock.utils.stream_reports import ASK, MISMATCH_STATUS, STREAM_HEADER, ReportKind, read_event
+from tests.integration.checkpoints import make_checkpoint
 from tests.integration.server_process import ServerProcess, serve
+from tests.quantized_formats import quantize_checkpoint
 
 PROMPT = "Once upon a time there was"
 MEMORY = 32 << 20
@@ -47,6 +53,25 @@ def llm() -> LLM:
 def continued(llm: LLM, given: list[int], params: SamplingParams) -> Any:
     (done,) = llm.generate({"prompt": PROMPT, "output_token_ids": given}, params, use_tqdm=False)
     return done
+
+
+def test_other_weights_are_told_apart(tmp_path: Path) -> None:
+    """Checkpoints of one shape, such as two that were trained further, have one configuration."""
+    path = make_checkpoint("qwen3-128", tmp_path, torch.bfloat16)
+    other = shutil.copytree(path, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][3] += 1
+    save_file(weights, other / "model.safetensors")
+    quantized, _ = quantize_checkpoint(path, tmp_path, "packed with zero points")
+    connector = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
+    found: list[str] = []
+    for folder, options in ((path, {}), (path, connector), (other, {}), (quantized, {}), (quantized, connector)):
+        llm = engine(model=str(folder), skip_tokenizer_init=True, **options)
+        found.append(llm.info.fingerprint)
+        llm.shutdown()
+    assert found[0] == found[1] != found[2]
+    assert found[3] == ""  # its weights are not digested
+    assert found[4] not in ("", found[0])
 
 
 @pytest.mark.parametrize("speculator", SPECULATORS)

@@ -15,7 +15,7 @@ from msgspec import structs
 from penstock.config.quantization import LoadQuantization
 from penstock.engine.cache_plan import plan_cache
 from penstock.engine.rank_identity import check_arithmetic, digest_weights
-from penstock.engine.transfer import fingerprint, meaning
+from penstock.engine.transfer import fingerprint, meaning, token_fingerprint
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.tensor_rows import TensorRows
 from penstock.models.weights import WeightsDigest
@@ -179,6 +179,20 @@ def test_what_the_fingerprint_covers() -> None:
         changed = fingerprint(replace(config, load_quantization=rounded), cache, facts)
         assert changed not in found
         found.add(changed)
+
+
+def test_streams_go_on_with_the_same_weights_and_arithmetic_whatever_the_speculator_is() -> None:
+    config = make_engine_config(num_gpu_blocks_override=40)
+    facts, other = facts_of(make_checkpoint()), make_checkpoint()
+    other["lm_head"][100, 4] += 1
+
+    def found(facts: Sequence[WorkerFacts]) -> str:
+        return token_fingerprint(config, plan_cache(config, facts)[1], facts)
+
+    arithmetic = [structs.replace(each, arithmetic="avx2") for each in facts]
+    assert len({found(facts), found(facts_of(other)), found(arithmetic)}) == 3
+    without = [structs.replace(each, read=facts[0].read) for each in make_facts(1, 1, has_drafter=False)]
+    assert found(without) == found(facts)
 
 
 def test_other_kernels_differ_in_nothing_that_allow_other_arithmetic_does_not_cover() -> None:

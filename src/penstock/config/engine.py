@@ -37,7 +37,6 @@ PREFIX_AWARE = "prefix-aware"
 DATA_PARALLEL_POLICIES = ("least-loaded", PREFIX_AWARE)
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
-
 # Larger steps use a GPU better.
 _TOKENS_OF_A_STEP = {"cpu": 2048, "cuda": 8192}
 
@@ -272,6 +271,11 @@ class EngineConfig:
     is_prefix_aware: bool
     kv_transfer: KVTransferConfig | None
     lora: LoraConfig | None
+
+    @property
+    def digests_weights(self) -> bool:
+        """Whether weights are digested as they are read. Without KV that moves, quantized ones are not: it is slow."""
+        return self.kv_transfer is not None or self.model.quantization is None
 
     def on_device(self, device: str) -> EngineConfig:
         """Returns the configuration with the defaults for this device, "cpu" or "cuda". Raises ConfigError if it cannot

@@ -90,8 +90,10 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
 
 def token_fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> str:
     """Returns text that is equal for engines that generate the same tokens: `meaning` except the speculator, which
-    changes no token.
+    changes no token. Empty if the weights have no digest.
     """
+    if config.load_format != "dummy" and not config.digests_weights:
+        return ""
     parts = {name: value for name, value in meaning(config, cache, facts).items() if name != "speculator"}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 

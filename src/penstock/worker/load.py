@@ -65,8 +65,7 @@ def load_model(
 
     @contextmanager
     def weights_of(shape: ModelConfig) -> Iterator[Weights]:
-        # Only the identity of KV that leaves the engine needs the digests.
-        digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
+        digests.append(WeightsDigest(has_bytes=is_read and config.digests_weights))
         opened = closing(open_weights(shape.path, config.load_format, device, shape.quantization))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             yield Weights(

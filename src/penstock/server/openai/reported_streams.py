@@ -15,23 +15,23 @@ from penstock.utils.stream_reports import ASK, STREAM_HEADER, StreamName, name_o
 
 def reported_stream(service: Service, request: Request, body: GenerationRequest, answer_id: str) -> StreamName | None:
     """Returns the stream to report: a new one, named after its answer, or the one that the request continues. None if
-    none was asked for, or if the answer is not a stream of one completion.
+    none was asked for, if the answer is not a stream of one completion, or if the weights have no digest.
 
     Raises RequestError for an invalid name, ConflictError if this server cannot continue the stream.
     """
     asked = request.headers.get(STREAM_HEADER)
     if asked is None or not body.stream or body.n not in (None, 1):
         return None
-    own = _fingerprint(service, body.model)
+    own = _fingerprint(service, body.model) if service.llm.info.fingerprint else ""
     if asked == ASK:
-        return StreamName(own, answer_id, int(service.clock.wall()))
+        return StreamName(own, answer_id, int(service.clock.wall())) if own else None
     name = name_of(asked)
     if name is None:
         raise RequestError(f"{STREAM_HEADER} must be {ASK!r} or the value that an instance answered", STREAM_HEADER)
-    if name.fingerprint != own:
+    if name.fingerprint != own or not own:
         raise ConflictError(
             "this server cannot continue the stream with the same tokens: its model, arithmetic, chat template or "
-            "recommended sampling differ from those of the server that began it"
+            "recommended sampling differ from those of the server that began it, or it does not digest its weights"
         )
     return name
 
