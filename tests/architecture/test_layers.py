@@ -107,7 +107,7 @@ MODEL_BASES = {"sources", "interface", "lora", "repeated", "weights", "norms", "
 
 # Third-party package -> the only modules that import it.
 IMPORTERS = {
-    "safetensors": {"models.sources.checkpoint"},
+    "safetensors": {"models.sources.checkpoint", "config.lora"},
     "huggingface_hub": {"config.model_path"},
     "jinja2": {"tokenizer.chat_template"},
     "zmq": {"engine.kv_events", "router.kv_subscriptions"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,16 @@ import pytest
 import torch
 import transformers
 
-from penstock import LLM, AsyncLLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from penstock import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineDeadError,
+    LoRARequest,
+    OverloadedError,
+    RequestError,
+    SamplingParams,
+)
 from penstock.config.model_path import resolve_model_path
 from tests.integration.checkpoints import COMMON, make_checkpoint
 from tests.integration.raw_http import call
@@ -151,6 +161,58 @@ def test_fewer_slots_than_adapters(adapters: Adapters, limits: dict[str, Any]) -
     llm.shutdown()
 
 
+def test_the_pieces_of_one_tensor_are_one_projection(tmp_path: Path) -> None:
+    """Mamba2 reads five parts of one tensor: their adapter is read once, and its rank may be the greatest."""
+    path = make_checkpoint("granite4", tmp_path)
+    llm = LLM(str(path), skip_tokenizer_init=True, enable_lora=True, max_lora_rank=512)
+    name, target = next((n, t) for n, t in llm.info.lora_targets.items() if n.endswith("in_proj"))
+    folder = write_adapter(tmp_path / "adapter", {name: (target.num_inputs, target.num_outputs)}, rank=512)
+    plain, found = (
+        answer(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False, lora_request=lora)[0])
+        for lora in (None, LoRARequest("a", 1, str(folder)))
+    )
+    assert plain != found
+    llm.shutdown()
+
+
+def test_an_adapter_that_cannot_be_read_again_fails_its_requests_alone(adapters: Adapters) -> None:
+    llm = adapters.engine(max_loras=1)
+    (prompt, params), one, other = requests()[0], *adapters.loras[1:]
+    assert one is not None
+    for lora in (one, other):
+        llm.generate([prompt], params, use_tqdm=False, lora_request=lora)
+    shutil.rmtree(llm._adapters.get(one.lora_name).folder)  # pyright: ignore
+    for _ in range(2):
+        failed, right = llm.generate([prompt] * 2, params, use_tqdm=False, lora_request=[one, None])
+        assert "cannot be loaded" in str(failed.error)
+        assert answer(right) == adapters.expected[0][0]
+        assert Adapters.answers(llm, [requests()[0]], [other]) == [adapters.expected[2][0]]
+        llm.check_integrity()
+    llm.shutdown()
+
+
+def test_an_adapter_does_not_wait_as_long_as_others_keep_coming(adapters: Adapters) -> None:
+    async def run() -> None:
+        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True, "max_loras": 1})
+        prompt, params = requests()[0]
+        first, second = adapters.loras[1:]
+        is_served = asyncio.Event()
+
+        async def keep_coming() -> None:
+            while not is_served.is_set():
+                await collect(llm, prompt, params, first)
+
+        tasks = [asyncio.create_task(keep_coming()) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        found = await asyncio.wait_for(collect(llm, prompt, params, second), 30)
+        is_served.set()
+        await asyncio.gather(*tasks)
+        assert found == adapters.expected[2][0]
+        await llm.shutdown()
+
+    asyncio.run(run())
+
+
 def test_quantized_weights(tmp_path: Path, adapters: Adapters) -> None:
     """The adapters are added to the layers as they are: the same as to those of the decompressed twin."""
     quantized, twin = quantize_checkpoint(adapters.path, tmp_path, "packed with zero points")
@@ -226,11 +288,12 @@ def test_bad_input(adapters: Adapters, tmp_path: Path) -> None:
     llm.shutdown()
 
 
-def test_adapters_come_and_go_under_load(adapters: Adapters) -> None:
+@pytest.mark.parametrize("more", [{}, pytest.param({"async_scheduling": True}, marks=pytest.mark.long)], ids=str)
+def test_adapters_come_and_go_under_load(adapters: Adapters, more: dict[str, Any]) -> None:
     """Names change their contents while requests run; nothing is left of them."""
 
     async def run() -> None:
-        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True, "max_loras": 1})
+        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True, "max_loras": 1, **more})
         folder: Path | None = None
 
         async def turn(client: int, number: int) -> None:
@@ -239,7 +302,7 @@ def test_adapters_come_and_go_under_load(adapters: Adapters) -> None:
             name = f"client{client}"
             await llm.load_lora(name, lora.lora_path)
             nonlocal folder
-            folder = Path(llm._adapters.get(name).folder).parent  # pyright: ignore
+            folder = Path(llm.lora(name).folder).parent  # pyright: ignore[reportOptionalMemberAccess]
             task = asyncio.create_task(collect(llm, prompt, params, LoRARequest(name)))
             if number % 3:
                 await asyncio.sleep(0.01 * number)
@@ -271,7 +334,41 @@ def test_adapters_come_and_go_under_load(adapters: Adapters) -> None:
     asyncio.run(run())
 
 
-async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, lora: LoRARequest) -> Answer:
+@pytest.mark.parametrize("answers", [[True, False], [EngineDeadError("x"), False], [False, OverloadedError("x")]])
+def test_a_copy_stays_while_one_engine_may_read_it(adapters: Adapters, answers: list[Any]) -> None:
+    """Also if another engine is dead, or is being restarted."""
+
+    class Engine:
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        async def forget_adapter(self, digest: bytes) -> bool:
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    async def run() -> None:
+        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True})
+        lora, replicas = adapters.loras[1], llm.replicas
+        assert lora is not None
+        await llm.load_lora("a", lora.lora_path)
+        folder = Path(llm.lora("a").folder)  # pyright: ignore[reportOptionalMemberAccess]
+        llm.replicas = tuple(map(Engine, answers))  # pyright: ignore[reportAttributeAccessIssue]
+        await llm.unload_lora("a")
+        await asyncio.sleep(0.2)
+        assert folder.exists()
+        llm.replicas = replicas
+        for _ in range(100):
+            if not folder.exists():
+                break
+            await asyncio.sleep(0.1)
+        assert not folder.exists()
+        await llm.shutdown()
+
+    asyncio.run(run())
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> Answer:
     outputs = [output async for output in llm.generate(prompt, params, lora_request=lora)]
     return answer(outputs[-1])
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
+from penstock.frontend import adapters
 from penstock.frontend.adapters import AdapterStore, LoRARequest
 from penstock.messages.adapters import LoraTarget
 from penstock.utils.errors import ConfigError, RequestError
@@ -54,6 +57,10 @@ def test_scales_and_patterns(tmp_path: Path) -> None:
         ({"lora_alpha": "much"}, "lora_alpha"),
         ({"lora_alpha": math.nan}, "lora_alpha"),
         ({"lora_alpha": True}, "lora_alpha"),
+        ({"lora_alpha": "3"}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_alpha": 1e308}, "lora_alpha"),
+        ({"lora_alpha": None, "alpha_pattern": {"q_proj": []}}, "lora_alpha"),
         ({"rank_pattern": ["x"]}, "rank_pattern must be an object"),
         ({"rank_pattern": {"(": 4}}, "invalid pattern"),
     ],
@@ -74,11 +81,17 @@ def test_configurations_that_are_refused(tmp_path: Path, config: dict[str, Any],
     ],
 )
 def test_tensors_that_are_refused(tmp_path: Path, name: str, shape: tuple[int, ...], words: str) -> None:
-    from safetensors.torch import load_file
-
     write_adapter(tmp_path, SIZES)
     save_file({**load_file(tmp_path / WEIGHTS), name: torch.zeros(shape)}, tmp_path / WEIGHTS)
     with pytest.raises(ConfigError, match=words):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("again", ["x.lora_A.default.weight", "language_model.x.lora_A.weight"])
+def test_two_tensors_for_one_projection(tmp_path: Path, again: str) -> None:
+    write_adapter(tmp_path, {"x": (4, 4)})
+    save_file({**load_file(tmp_path / WEIGHTS), f"base_model.model.{again}": torch.zeros(4, 4)}, tmp_path / WEIGHTS)
+    with pytest.raises(ConfigError, match="are for the same projection"):
         read_adapter(tmp_path)
 
 
@@ -111,6 +124,10 @@ def test_damaged_files(tmp_path: Path) -> None:
         except ConfigError:
             num_refused += 1
     assert num_refused > 100
+    for wrong in (whole + b"1234", whole.replace(b"F32", b"I32", 1).replace(b'"F32"', b'"X32"', 1)):
+        (folder / WEIGHTS).write_bytes(wrong)
+        with pytest.raises(ConfigError):
+            read_adapter(folder)
     (folder / WEIGHTS).write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
     with pytest.raises(ConfigError, match="truncated"):
         read_adapter(folder)
@@ -173,6 +190,14 @@ def test_copies_live_as_long_as_their_adapters(tmp_path: Path) -> None:
     assert store.resolve(LoRARequest("a", 1, str(path))) is adapter
     with pytest.raises(RequestError, match="in use for an adapter with other contents"):
         store.load("a", str(path))
+    elsewhere = write_adapter(tmp_path / "b", SIZES, seed=2)
+    with pytest.raises(RequestError, match="in use for an adapter with other contents"):
+        store.resolve(LoRARequest("a", 1, str(elsewhere)))
+    for digest in store.unused():
+        store.remove(digest)
+    write_adapter(path, SIZES, seed=1)
+    with pytest.raises(RequestError, match="in use"):
+        store.load("a", str(path))
     assert len(store.unused()) == 1  # of the refused one
     store.remove(store.unused()[0])
     store.unload("a")
@@ -190,6 +215,42 @@ def test_copies_live_as_long_as_their_adapters(tmp_path: Path) -> None:
     assert other.digest != digest
     store.close()
     assert not copy.parent.exists()
+
+
+def test_what_is_checked_is_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, path = make_store(max_rank=4), write_adapter(tmp_path / "a", SIZES)
+    copy_file = adapters._copy_file
+
+    def change_and_copy(source: Path, target: Path, digest: Any) -> int:
+        write_adapter(path, SIZES, rank=8)
+        return copy_file(source, target, digest)
+
+    monkeypatch.setattr(adapters, "_copy_file", change_and_copy)
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        store.load("a", str(path))
+    assert store.names == ()
+    store.close()
+
+
+def test_the_digest_tells_where_one_file_ends(tmp_path: Path) -> None:
+    found: list[bytes] = []
+    for parts in ((b"ab", b"c"), (b"a", b"bc")):
+        digest = hashlib.sha256()
+        for number, part in enumerate(parts):
+            (tmp_path / "from").write_bytes(part)
+            size = adapters._copy_file(tmp_path / "from", tmp_path / str(number), digest)
+            digest.update(size.to_bytes(8, "little"))
+        found.append(digest.digest())
+    assert found[0] != found[1]
+
+
+def test_a_folder_that_vanished_is_made_again(tmp_path: Path) -> None:
+    store, path = make_store(), write_adapter(tmp_path / "a", SIZES)
+    folder = Path(store.load("a", str(path)).folder).parent
+    shutil.rmtree(folder)
+    other = store.load("b", str(write_adapter(tmp_path / "b", SIZES, seed=1)))
+    assert read_adapter(Path(other.folder)).tensors
+    store.close()
 
 
 def test_an_adapter_loaded_again_keeps_its_copy(tmp_path: Path) -> None:
@@ -215,8 +276,13 @@ def test_requests_that_are_refused(tmp_path: Path) -> None:
         store.resolve(LoRARequest("x"))
     with pytest.raises(RequestError, match="must be a LoRARequest"):
         store.resolve("x")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RequestError, match="lora_path"):
-        store.load("x", "a\0b")
+    for path in ("a\0b", tmp_path, 5):
+        with pytest.raises(RequestError, match="lora_path"):
+            store.load("x", path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RequestError, match="lora_name"):
+        store.load(7, str(tmp_path))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError):
+        store.load("x", "~nosuchuser/x")
     with pytest.raises(RequestError, match="enable_lora"):
         AdapterStore(None, {}).load("x", str(write_adapter(tmp_path, SIZES)))
     with pytest.raises(RequestError, match="there is no adapter"):

@@ -20,9 +20,11 @@ class AdapterSlots:
     def __init__(self, config: LoraConfig | None) -> None:
         """`config` is None if the engine has no adapters."""
         self._max_running = 0 if config is None else config.max_running
-        self._free = list(reversed(range(0 if config is None else config.num_slots)))
+        self._num_slots = 0 if config is None else config.num_slots
+        self._free = list(reversed(range(self._num_slots)))
         # Slots by the digest of their adapter, the one whose last request began the longest ago first.
         self._slots: dict[bytes, int] = {}
+        self._full_in_step = -1
         self._num_requests: Counter[bytes] = Counter()
         self._num_running: Counter[bytes] = Counter()
 
@@ -36,10 +38,16 @@ class AdapterSlots:
         if request.data.adapter is not None:
             _count_down(self._num_requests, request.data.adapter.digest)
 
-    def has_room(self, request: Request) -> bool:
-        """Returns whether the request could run as far as adapters are concerned."""
+    def has_room(self, request: Request, step: int) -> bool:
+        """Returns whether the request could run in this step as far as adapters are concerned. If one has to wait, so
+        have all with adapters that are asked about after it: else it would wait as long as others keep coming.
+        """
         adapter = request.data.adapter
-        return adapter is None or adapter.digest in self._num_running or len(self._num_running) < self._max_running
+        if adapter is None:
+            return True
+        if adapter.digest not in self._num_running and len(self._num_running) == self._max_running:
+            self._full_in_step = step
+        return self._full_in_step != step
 
     def acquire(self, request: Request, loads: list[AdapterLoad]) -> int:
         """Returns the slot of a request that begins to run; what the workers must load for it is added to `loads`."""
@@ -81,7 +89,7 @@ class AdapterSlots:
         assert len(running) <= self._max_running, (len(running), self._max_running)
         assert running.keys() <= self._slots.keys(), "a running request's adapter has no slot"
         slots = [*self._slots.values(), *self._free]
-        assert len(set(slots)) == len(slots), f"a slot is in two places: {slots}"
+        assert sorted(slots) == list(range(self._num_slots)), f"a slot is lost, or in two places: {slots}"
 
 
 def _count_down(counts: Counter[bytes], digest: bytes) -> None:

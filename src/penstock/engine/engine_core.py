@@ -118,7 +118,8 @@ class EngineCore:
 
     def forget_adapter(self, digest: bytes) -> bool:
         """Called when an adapter has been unloaded. Returns False if it may still be read: ask again later."""
-        return not self._in_flight and self._scheduler.adapters.forget(digest)
+        loads = (load for plan, _ in self._in_flight for load in plan.adapter_loads)
+        return all(load.adapter.digest != digest for load in loads) and self._scheduler.adapters.forget(digest)
 
     def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""

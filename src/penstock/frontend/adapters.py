@@ -65,16 +65,27 @@ class AdapterStore:
         Raises RequestError if the engine has no adapters, or the name is in use or invalid, and ConfigError if its
         files are unsuitable or there is no room for a copy.
         """
+        return self.add(path, self.copy(name, path))
+
+    def copy(self, name: str, path: str) -> Adapter:
+        """Copies and checks an adapter. Raises the errors of `load`. Other threads may call it, one at a time."""
         if self._config is None:
             raise RequestError("the engine was started without adapters: start it with enable_lora", "lora_request")
-        if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or not is_unicode(name):
+        is_text = isinstance(name, str) and name.isprintable() and is_unicode(name)
+        if not is_text or not 0 < len(name) <= _MAX_NAME_LENGTH:
             raise RequestError(
-                f"lora_name must be printable text of 1 to {_MAX_NAME_LENGTH} characters, got {name[:40]!r}",
+                f"lora_name must be printable text of 1 to {_MAX_NAME_LENGTH} characters, got {str(name)[:40]!r}",
                 "lora_name",
             )
-        if "\0" in path or not is_unicode(path):
-            raise RequestError("lora_path must be the path of a folder", "lora_path")
-        adapter = self._copy(name, Path(path).expanduser())
+        if not isinstance(path, str) or "\0" in path or not is_unicode(path):
+            raise RequestError("lora_path must be the path of a folder, as text", "lora_path")
+        return self._copy(name, path, self._config.max_rank)
+
+    def add(self, path: str, adapter: Adapter) -> Adapter:
+        """Serves a copied adapter under its name. Raises RequestError if that is in use."""
+        name = adapter.name
+        made = self._copies.setdefault(adapter.digest, [])
+        made[:] = [*(each for each in made if each() is not None), weakref.ref(adapter)]
         known = self._by_name.get(name)
         if known is not None and known.digest != adapter.digest:
             raise RequestError(
@@ -84,10 +95,10 @@ class AdapterStore:
             self._by_name[name], self._paths[name] = adapter, path
         return self._by_name[name]
 
-    def resolve(self, request: LoRARequest | None) -> Adapter | None:
-        """Returns the adapter of a request, which is loaded if its name is not known. Raises the errors of `load`."""
-        if request is None:
-            return None
+    def known(self, request: LoRARequest) -> Adapter | None:
+        """Returns the adapter of a request if its name is known, and its path is the same or not given. Raises
+        RequestError if nothing says where the adapter is.
+        """
         if not isinstance(request, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, got {type(request).__name__}", "lora_request")
         known = self._by_name.get(request.lora_name)
@@ -95,7 +106,13 @@ class AdapterStore:
             return known
         if not request.lora_path:
             raise RequestError(f"there is no adapter {request.lora_name!r}: give its lora_path", "lora_request")
-        return self.load(request.lora_name, request.lora_path)
+        return None
+
+    def resolve(self, request: LoRARequest | None) -> Adapter | None:
+        """Returns the adapter of a request, which is loaded if it is not known. Raises the errors of `load`."""
+        if request is None:
+            return None
+        return self.known(request) or self.load(request.lora_name, request.lora_path)
 
     def unload(self, name: str) -> None:
         """Ends the use of a name; requests that have its adapter continue. Raises RequestError for an unknown name."""
@@ -125,35 +142,30 @@ class AdapterStore:
         """Removes all copies; no request follows. Idempotent."""
         self._close()
 
-    def _copy(self, name: str, source: Path) -> Adapter:
-        assert self._config is not None
-        read_adapter(source)  # before anything is copied
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="penstock-lora-"))
-            # Also when the program exits.
-            self._close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        copy = Path(tempfile.mkdtemp(dir=self._folder))
+    def _copy(self, name: str, path: str, max_rank: int) -> Adapter:
+        copy: Path | None = None
         try:
+            source = Path(path).expanduser()
+            read_adapter(source)  # before anything is copied
+            if self._folder is None or not self._folder.is_dir():
+                self._folder = Path(tempfile.mkdtemp(prefix="penstock-lora-"))
+                # Also when the program exits.
+                self._close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            copy = Path(tempfile.mkdtemp(dir=self._folder))
             digest = hashlib.sha256(b"penstock adapter\0")
             for file in (CONFIG, WEIGHTS):
                 size = _copy_file(source / file, copy / file, digest)
                 digest.update(size.to_bytes(8, "little"))
-            check_targets(read_adapter(copy), self._targets, self._config.max_rank)
-        except OSError as error:
-            shutil.rmtree(copy, ignore_errors=True)
-            raise ConfigError(f"the adapter in {source} cannot be copied to {copy}: {error}") from None
-        except BaseException:
-            shutil.rmtree(copy, ignore_errors=True)
-            raise
-        place = self._place(digest.digest())
-        if place.exists():
-            shutil.rmtree(copy, ignore_errors=True)
-        else:
-            copy.rename(place)
-        adapter = Adapter(name, digest.digest(), str(place))
-        made = self._copies.setdefault(adapter.digest, [])
-        made[:] = [*(each for each in made if each() is not None), weakref.ref(adapter)]
-        return adapter
+            check_targets(read_adapter(copy), self._targets, max_rank)
+            place = self._place(digest.digest())
+            if not place.exists():
+                copy.rename(place)
+            return Adapter(name, digest.digest(), str(place))
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"the adapter in {path} cannot be copied: {error}") from None
+        finally:
+            if copy is not None:
+                shutil.rmtree(copy, ignore_errors=True)
 
     def _place(self, digest: bytes) -> Path:
         assert self._folder is not None

@@ -71,7 +71,7 @@ class AsyncLLM:
         self._clock = SystemClock()
         self._adapters = AdapterStore(config.lora, ready[0].info.lora_targets)
         self._adapter_change = asyncio.Lock()
-        self._cleaning: set[asyncio.Task[None]] = set()
+        self._cleaning: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
         tokenizer = self._front_end.tokenizer
         self.replicas = tuple(
@@ -218,7 +218,7 @@ class AsyncLLM:
         priority: int = 0,
         trace: str | None = None,
         data_parallel_rank: int | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> RequestStream:
         """Submits a request to an engine core, that of `data_parallel_rank` if given. `trace` is a W3C traceparent.
 
@@ -227,7 +227,7 @@ class AsyncLLM:
         """
         arrived = self._clock.now()
         params = sampling_params or self.get_default_sampling_params()
-        adapter = None if lora_request is None else await self._resolve(lora_request)
+        adapter = lora_request if isinstance(lora_request, Adapter | None) else await self._resolve(lora_request)
         request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority, adapter)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs.spec())
@@ -328,39 +328,52 @@ class AsyncLLM:
         """The loaded adapters: name -> the folder that it was read from."""
         return {name: self._adapters.path(name) for name in self._adapters.names}
 
-    def lora_digest(self, lora_name: str) -> bytes:
-        """Returns the digest of a loaded adapter's contents; b"" if there is no such adapter."""
-        adapter = self._adapters.get(lora_name)
-        return b"" if adapter is None else adapter.digest
+    def lora(self, lora_name: str) -> Adapter | None:
+        """Returns a loaded adapter, which `submit` takes as it is, whatever its name stands for later."""
+        return self._adapters.get(lora_name)
 
     async def load_lora(self, lora_name: str, lora_path: str) -> None:
         """Loads an adapter. Raises RequestError and ConfigError as `AdapterStore.load` does."""
-        async with self._adapter_change:
-            await asyncio.to_thread(self._adapters.load, lora_name, lora_path)
+        try:
+            async with self._adapter_change:
+                self._adapters.add(lora_path, await asyncio.to_thread(self._adapters.copy, lora_name, lora_path))
+        finally:
+            self._clean_later()
 
     async def unload_lora(self, lora_name: str) -> None:
         """Removes an adapter; requests that have it continue. Raises RequestError for an unknown name."""
-        async with self._adapter_change:
-            self._adapters.unload(lora_name)
-        if not self._cleaning:
-            task = asyncio.create_task(self._clean_up())
-            self._cleaning.add(task)
-            task.add_done_callback(self._cleaning.discard)
+        self._adapters.unload(lora_name)
+        self._clean_later()
 
-    async def _resolve(self, request: LoRARequest) -> Adapter | None:
-        async with self._adapter_change:
-            return await asyncio.to_thread(self._adapters.resolve, request)
+    def _clean_later(self) -> None:
+        if self._cleaning is None or self._cleaning.done():
+            self._cleaning = asyncio.create_task(self._clean_up())
+
+    async def _resolve(self, request: LoRARequest) -> Adapter:
+        """Returns the adapter of a request; only one that must be loaded waits for other changes."""
+        known = self._adapters.known(request)
+        if known is not None:
+            return known
+        await self.load_lora(request.lora_name, request.lora_path)
+        known = self._adapters.known(request)
+        if known is None:
+            raise RequestError(f"the adapter {request.lora_name!r} was unloaded meanwhile", "lora_request")
+        return known
+
+    async def _has_forgotten(self, replica: Replica, digest: bytes) -> bool:
+        # A core that is restarted or dead has no adapters.
+        try:
+            return await replica.forget_adapter(digest)
+        except (OverloadedError, EngineDeadError):
+            return True
 
     async def _clean_up(self) -> None:
         """Removes the files of unloaded adapters when nothing reads them any more."""
         while self._adapters.has_unserved:
             for digest in self._adapters.unused():
-                # A core that is restarted or dead has no adapters.
-                with contextlib.suppress(OverloadedError, EngineDeadError):
-                    if not all(await asyncio.gather(*(each.forget_adapter(digest) for each in self.replicas))):
-                        continue
-                async with self._adapter_change:
-                    self._adapters.remove(digest)
+                if all(await asyncio.gather(*(self._has_forgotten(each, digest) for each in self.replicas))):
+                    async with self._adapter_change:
+                        self._adapters.remove(digest)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_closing.wait(), _CLEANING_SECONDS)
                 return

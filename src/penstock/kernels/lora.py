@@ -23,7 +23,7 @@ from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_thr
 from penstock.messages.adapters import NO_SLOT
 from penstock.utils.math import cdiv, round_up
 
-_LANES = 16  # of the native kernel
+_LANES, _MOST_RANKS = 16, 8 * 512  # of the native kernel, the second of all projections of a layer
 
 
 class _Adapter(ctypes.Structure):
@@ -106,11 +106,13 @@ class LoraLayer:
         self.clear(slot)
         if not any(parts):
             return
-        self._parts[slot] = [
+        parts = [
             None if part is None else LowRank(part.down.to(dtype), part.up.to(dtype), part.scale) for part in parts
         ]
-        if self._run is not None:
-            self._pack(slot, self._parts[slot], dtype)
+        if self._run is None:
+            self._parts[slot] = parts
+        else:
+            self._pack(slot, parts, dtype)
 
     def clear(self, slot: int) -> None:
         """Leaves a slot without an adapter."""
@@ -130,6 +132,7 @@ class LoraLayer:
         ranks = [0 if part is None else len(part.down) for part in parts]
         starts = [0, *itertools.accumulate(ranks)]
         total, padded = starts[-1], round_up(starts[-1], _LANES)
+        assert padded <= _MOST_RANKS, f"ranks of {ranks}"
         down = torch.zeros((self._num_inputs, padded), dtype=dtype)
         scales = torch.zeros(padded)
         for start, part in zip(starts, parts, strict=False):

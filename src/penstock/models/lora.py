@@ -6,6 +6,7 @@ computes each output as a single rank would.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from penstock.models.sources.checkpoint import CheckpointSource
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """One of a layer's projections: its name in the checkpoint, its outputs, and those of this rank."""
+    """A projection of a layer: its name in the checkpoint, its outputs, and those of this rank, in their order."""
 
     name: str
     num_outputs: int
-    own: range
+    own: tuple[range, ...]
 
 
 class LoraModel:
@@ -53,9 +54,12 @@ class LoraModel:
 
         The numbers are the outputs of all ranks. In several layers of one name an adapter is the same.
         """
-        layer = LoraLayer(self.rows, self._num_slots, num_inputs, [len(own) for _, _, own in projections], order)
-        known = tuple(_Projection(plain_name(name), count, own) for name, count, own in projections)
-        self._layers.append((layer, num_inputs, known))
+        known: list[_Projection] = []
+        for (name, num_outputs), pieces in itertools.groupby(projections, key=lambda each: each[:2]):
+            known.append(_Projection(plain_name(name), num_outputs, tuple(own for _, _, own in pieces)))
+        sizes = [sum(map(len, each.own)) for each in known]
+        layer = LoraLayer(self.rows, self._num_slots, num_inputs, sizes, order)
+        self._layers.append((layer, num_inputs, tuple(known)))
         return layer
 
     def load(self, slot: int, adapter: Adapter) -> None:
@@ -65,11 +69,17 @@ class LoraModel:
             for layer, _, projections in self._layers:
                 layer.load(slot, [_read(source, files, each) for each in projections], self._dtype)
 
+    def clear(self, slot: int) -> None:
+        """Leaves a slot without an adapter."""
+        for layer, _, _ in self._layers:
+            layer.clear(slot)
+
 
 def _read(source: CheckpointSource, files: LoraFiles, projection: _Projection) -> LowRank | None:
     found = files.tensors.get(projection.name)
     if found is None:
         return None
     down = source.read(found.down, (found.rank, found.num_inputs))
-    own = slice(projection.own.start, projection.own.stop)
-    return LowRank(down, source.read(found.up, (found.num_outputs, found.rank), (own,)), found.scale)
+    shape = found.num_outputs, found.rank
+    up = [source.read(found.up, shape, (slice(rows.start, rows.stop),)) for rows in projection.own]
+    return LowRank(down, torch.cat(up), found.scale)

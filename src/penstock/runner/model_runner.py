@@ -13,19 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
-from penstock.models.lora import LoraModel
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import TableWriter
 from penstock.runner.expert_mover import ExpertStep
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.kv_cache import KVCache
+from penstock.runner.lora_step import LoraStep
 from penstock.runner.outputs import PendingOutput, ReadyOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.step_end import ExecuteModelState, StepEnd
@@ -57,7 +56,7 @@ class ModelRunner:
     kv_step: KVStep
     experts: ExpertStep
     poisoned: KVCache | None  # the cache if new blocks are filled with NaN, so that early reads show
-    lora: LoraModel | None
+    lora: LoraStep | None
     max_drafts_in_flight: int | None  # if set, every step checks the two counts of computed tokens
     _parked: ExecuteModelState | None = field(default=None, init=False)
 
@@ -70,8 +69,7 @@ class ModelRunner:
     def _forward(self, plan: SchedulerOutput) -> ExecuteModelState | None:
         self.experts.begin(plan)
         if self.lora is not None:
-            for load in plan.adapter_loads:
-                self.lora.load(load.slot, load.adapter)
+            self.lora.begin(plan)
         self._update_rows(plan)
         if plan.is_empty:
             self.experts.skip()
@@ -79,7 +77,7 @@ class ModelRunner:
         self.end.prepare(plan)
         batch = self.inputs.build(plan)
         if self.lora is not None:
-            self.lora.rows.set(np.repeat(self.states.rows.adapter_slot[batch.host.rows], batch.host.query_lens))
+            self.lora.set_rows(batch.host)
         if self.max_drafts_in_flight is not None:
             exact = self.states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
             ahead = batch.host.num_computed_upper_bound - exact
@@ -96,7 +94,8 @@ class ModelRunner:
         experts = self.experts.end()
         if output is None:
             return ReadyOutput(ModelRunnerOutput(kv_connector_output=finished, experts=experts))
-        return replace(output, kv_connector_output=finished, experts=experts)
+        output = replace(output, kv_connector_output=finished, experts=experts)
+        return output if self.lora is None else self.lora.finish(output)
 
     @property
     def runs_ahead(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from penstock.config.server import ServerArgs
-from penstock.frontend.adapters import LoRARequest
 from penstock.frontend.async_llm import AsyncLLM
+from penstock.messages.adapters import Adapter
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
@@ -81,9 +81,10 @@ class Service:
             raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(names)}")
         return model or self.model_names[0]
 
-    def lora_request(self, model: str | None) -> LoRARequest | None:
-        """Returns the adapter that a model's name stands for, None if it is the model's own."""
-        return LoRARequest(model) if model is not None and model not in self.model_names else None
+    def adapter(self, model: str | None) -> Adapter | None:
+        """Returns the adapter that a model's name stands for, None if it is the model's own. Raises NotFoundError."""
+        name = self.check_model(model)
+        return None if name in self.model_names else self.llm.lora(name)
 
     async def load_lora(self, name: str, path: str) -> None:
         """Serves an adapter as a model. Raises RequestError if it cannot be loaded under this name."""

@@ -22,6 +22,7 @@ from penstock.runner.expert_mover import ExpertStep, NoExpertStep
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import TORCH_DTYPES, KVCache
 from penstock.runner.loaded_model import LoadedModel
+from penstock.runner.lora_step import LoraStep
 from penstock.runner.model_runner import BYTE_OF_NAN, ModelRunner
 from penstock.runner.parts import DeviceParts, SamplingContext
 from penstock.runner.passes import EagerPasses, ForwardPasses
@@ -90,7 +91,7 @@ def make_runner(
         kv_step=kv_step,
         experts=experts,
         poisoned=poisoned,
-        lora=loaded.lora,
+        lora=None if loaded.lora is None else LoraStep(loaded.lora, states.rows, links.has_others),
         max_drafts_in_flight=limits.max_num_drafts * limits.max_steps_ahead if debug else None,
     )
 

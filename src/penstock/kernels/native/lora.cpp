@@ -26,7 +26,7 @@ struct Site {
     int64_t inputs, outputs;
 };
 
-constexpr int64_t kMostRanks = 3 * 512, kMostRows = 4, kChunk = 256, kChains = 4;
+constexpr int64_t kMostRanks = 8 * 512, kMostRows = 4, kChunk = 256, kChains = 4;
 
 template <class T>
 class Step {

@@ -219,7 +219,7 @@ async def start(
         raise RequestError(
             f"there must be one prompt with output_token_ids, got {len(prompts)}: send one request per prompt", "prompt"
         )
-    salt, lora = service.cache_scope(request, body.cache_salt), service.lora_request(body.model)
+    salt, lora = service.cache_scope(request, body.cache_salt), service.adapter(body.model)
     trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
     service.llm.check_count(len(prompts) * params.n, rank)
     streams: list[RequestStream] = []

@@ -40,8 +40,14 @@ def _fingerprint(service: Service, model: str | None) -> str:
     """Returns text that is equal for servers that answer a request with the same tokens and chunks."""
     template = service.llm.get_tokenizer().chat_template_source if service.llm.has_tokenizer else None
     formats = (service.tool_format and service.tool_format.NAME, service.reasoning.name)
-    lora = service.lora_request(model)
-    adapter = b"" if lora is None else service.llm.lora_digest(lora.lora_name)
+    adapter = service.adapter(model)
     names = (service.model_names, model)
-    parts = (service.llm.info.fingerprint, adapter, names, template, formats, service.default_sampling_params)
+    parts = (
+        service.llm.info.fingerprint,
+        adapter and adapter.digest,
+        names,
+        template,
+        formats,
+        service.default_sampling_params,
+    )
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=16).hexdigest()

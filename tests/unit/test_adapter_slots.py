@@ -1,0 +1,127 @@
+"""The slots of adapters: who has one, who waits, and whose is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config.lora import LoraConfig
+from penstock.core.adapter_slots import AdapterSlots
+from penstock.core.request import Request, RequestStatus
+from penstock.messages.adapters import NO_SLOT, Adapter, AdapterLoad
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+
+ADAPTERS = {name: Adapter(name, name.encode() * 32, f"/{name}") for name in "abcd"}
+
+
+class World:
+    """Requests that wait and run, with checks after every change."""
+
+    def __init__(self, num_slots: int, max_running: int) -> None:
+        self.slots = AdapterSlots(LoraConfig(num_slots=num_slots, max_running=max_running, max_rank=8))
+        self.requests: list[Request] = []
+        self.loads: list[AdapterLoad] = []
+
+    def add(self, name: str) -> Request:
+        data = EngineRequest(
+            request_id=str(len(self.requests)),
+            prompt_token_ids=(1,),
+            sampling_params=SamplingParams(),
+            max_tokens=2,
+            seed=0,
+            adapter=ADAPTERS.get(name),
+        )
+        request = Request(data, len(self.requests), 16)
+        self.slots.add(request)
+        self.requests.append(request)
+        self.slots.check_integrity(self.requests)
+        return request
+
+    def run(self, request: Request) -> tuple[int, str]:
+        """Returns the slot, and the name of the adapter that is loaded for it."""
+        self.loads.clear()
+        slot = self.slots.acquire(request, self.loads)
+        request.set_status(RequestStatus.RUNNING)
+        self.slots.check_integrity(self.requests)
+        assert all(load.slot == slot for load in self.loads)
+        return slot, "".join(load.adapter.name for load in self.loads)
+
+    def end(self, request: Request) -> None:
+        self.slots.release(request)
+        self.slots.remove(request)
+        request.set_status(RequestStatus.FINISHED)
+        self.requests.remove(request)
+        self.slots.check_integrity(self.requests)
+
+
+def test_the_slot_unused_for_the_longest_time_is_taken() -> None:
+    world = World(num_slots=3, max_running=3)
+    for slot, name in enumerate("abc"):
+        request = world.add(name)
+        assert world.run(request) == (slot, name)
+        world.end(request)
+    again = world.add("a")
+    assert world.run(again) == (0, "")  # still there, and now used more recently than b
+    world.end(again)
+    assert world.run(world.add("d")) == (1, "d")
+    assert world.run(world.add("b")) == (2, "b")
+
+
+def test_a_running_adapter_keeps_its_slot() -> None:
+    world = World(num_slots=2, max_running=2)
+    oldest = world.add("a")
+    assert world.run(oldest) == (0, "a")
+    other = world.add("b")
+    assert world.run(other) == (1, "b")
+    world.end(other)
+    assert world.run(world.add("c")) == (1, "c")
+    assert world.run(world.add("a")) == (0, "")
+    world.end(oldest)
+    assert not world.slots.has_room(world.add("b"), 1)  # the second one with "a" still runs
+
+
+def test_a_request_that_waits_is_not_overtaken_by_others_with_adapters() -> None:
+    world = World(num_slots=2, max_running=1)
+    running = world.add("a")
+    world.run(running)
+    assert world.slots.has_room(world.add("a"), 1)
+    assert not world.slots.has_room(world.add("b"), 1)
+    assert not world.slots.has_room(world.add("a"), 1)
+    assert world.slots.has_room(world.add(""), 1)
+    # In the next step the order decides again.
+    assert world.slots.has_room(world.add("a"), 2)
+    world.end(running)
+    assert world.slots.has_room(world.add("b"), 3)
+
+
+def test_without_an_adapter_nothing_is_needed() -> None:
+    slots = AdapterSlots(None)
+    world = World(1, 1)
+    request = world.add("")
+    loads: list[AdapterLoad] = []
+    assert slots.has_room(request, 1)
+    assert slots.acquire(request, loads) == NO_SLOT
+    slots.release(request)
+    assert loads == []
+
+
+def test_an_adapter_is_forgotten_when_no_request_has_it() -> None:
+    world = World(num_slots=1, max_running=1)
+    digest = ADAPTERS["a"].digest
+    waiting = world.add("a")
+    assert not world.slots.forget(digest)
+    world.run(waiting)
+    assert not world.slots.forget(digest)
+    world.end(waiting)
+    assert world.slots.forget(digest)
+    world.slots.check_integrity([])
+    assert world.slots.forget(digest)  # nothing is left of it
+    assert world.run(world.add("a")) == (0, "a")  # it is read again
+
+
+def test_lost_slots_are_noticed() -> None:
+    world = World(num_slots=2, max_running=1)
+    world.run(world.add("a"))
+    world.slots._free.clear()
+    with pytest.raises(AssertionError, match="a slot is lost"):
+        world.slots.check_integrity(world.requests)
