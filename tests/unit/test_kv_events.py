@@ -69,7 +69,7 @@ def check_chain(event: BlockStored, num_tokens_ahead: int) -> None:
     salts = [key[: len(key) - num_tokens_ahead] for key in extra]
     assert not any(salts[event.parent_block_hash is None :]), "a salt belongs to a prompt's first block"
     salt = next(iter(salts[0]), None)
-    parent = root_hash(salt) if event.parent_block_hash is None else event.parent_block_hash
+    parent = root_hash((salt or "").encode()) if event.parent_block_hash is None else event.parent_block_hash
     assert len(event.token_ids) == len(event.block_hashes) * event.block_size
     for number, block_hash in enumerate(event.block_hashes):
         tokens = list(event.token_ids[number * event.block_size :][: event.block_size])

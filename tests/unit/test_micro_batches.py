@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -166,7 +167,7 @@ class OneMask(StructuredOutputs):
         self.requests: dict[str, Request] = {}
         self.unknown: list[int] = []
 
-    def add(self, request_id: str, spec: GrammarSpec) -> None: ...
+    def add(self, request_id: str, spec: GrammarSpec, output_token_ids: Sequence[int] = ()) -> None: ...
 
     def advance(self, request_id: str, token_id: int) -> bool:
         return False

@@ -186,7 +186,7 @@ class Request:
 
     request_id: str
     kv_transfer_params: Mapping[str, Any]
-    cache_salt: str | None = None
+    kv_scope: bytes = b""
     prompt_token_ids: tuple[int, ...] = (1, 2, 3, 4, 5)
     block_hashes: tuple[bytes, ...] = ()
     num_tokens: int = 5
@@ -204,7 +204,7 @@ def test_a_reader_waits_for_a_request_that_comes_again_after_an_abort() -> None:
     engine.scheduler.on_new_request(first)
     engine.scheduler.request_finished(first, (), FinishReason.ABORT)
     engine.scheduler.on_new_request(again)
-    digest = digest_prompt(again.prompt_token_ids, None)
+    digest = digest_prompt(again.prompt_token_ids, b"")
     fetch = Fetch(transfer_id=LOAD, first=0, end=4, prompt_digest=digest, rendezvous="x")
     engine.hear(Connected(PEER, is_outgoing=False), Received(PEER, hello()), Received(PEER, fetch))
     assert not [each for each in engine.channel.sent if isinstance(each, Refuse)]
@@ -414,7 +414,7 @@ def prefill(engine: Engine, name: str = "a", rendezvous: str = "") -> str:
 
 
 def reader_of(ticket: str = "", rendezvous: str = "", end: int = 4) -> Fetch:
-    digest = digest_prompt((1, 2, 3, 4, 5), None)
+    digest = digest_prompt((1, 2, 3, 4, 5), b"")
     return Fetch(transfer_id=LOAD, first=0, end=end, prompt_digest=digest, ticket=ticket, rendezvous=rendezvous)
 
 
@@ -723,13 +723,13 @@ def test_an_engine_refuses_requests_for_the_other_role(role: str, flag: str) -> 
         engine.scheduler.on_new_request(Request("a", params))
 
 
-def remote_request(salt: str | None = None, **changes: Any) -> Request:
+def remote_request(scope: bytes = b"", **changes: Any) -> Request:
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:1"}
-    return Request("a", {**params, **changes}, cache_salt=salt)
+    return Request("a", {**params, **changes}, kv_scope=scope)
 
 
 def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> None:
-    engine, request = Engine(), remote_request("salt")
+    engine, request = Engine(), remote_request(b"salt")
     engine.scheduler.on_new_request(request)
     for num_prompt_tokens, num_tokens in ((5, 4), (8, 4), (9, 8)):
         assert engine.scheduler.get_num_new_matched_tokens(with_tokens(request, num_prompt_tokens), 0).num_tokens == (
@@ -740,7 +740,7 @@ def test_kv_of_another_engine_is_requested_once_and_without_the_last_token() -> 
     meet(engine, is_outgoing=True)
     fetch = engine.channel.sent[-1]
     assert isinstance(fetch, Fetch)
-    assert fetch.prompt_digest == digest_prompt(request.prompt_token_ids, "salt")
+    assert fetch.prompt_digest == digest_prompt(request.prompt_token_ids, b"salt")
     engine.scheduler.request_finished(request, (), FinishReason.ABORT)
     assert engine.channel.sent[-1] == Abort(named("a"))
 

@@ -49,7 +49,7 @@ from penstock.utils.errors import ConfigError, PeerError, RequestError, WireErro
 from tests.unit.transfer_names import named
 
 OFFICE = TicketOffice(b"key")
-PROMPT = digest_prompt((1, 2, 3), None)
+PROMPT = digest_prompt((1, 2, 3), b"")
 ADDRESS = ("127.0.0.1", 5600)
 UNKNOWN = ("10.0.0.1", 5600)
 HOLD, LOAD = named("hold"), named("load")
@@ -90,10 +90,10 @@ def test_a_ticket_of_another_cluster_is_refused() -> None:
 
 
 def test_the_digest_of_a_prompt_depends_on_tokens_and_salt() -> None:
-    prompts: list[tuple[Sequence[int], str | None]] = [((1, 2), None), ((1, 2, 3), None), ((1, 2), "a"), ((2, 1), None)]
+    prompts: list[tuple[Sequence[int], bytes]] = [((1, 2), b""), ((1, 2, 3), b""), ((1, 2), b"a"), ((2, 1), b"")]
     assert len({digest_prompt(*each) for each in prompts}) == len(prompts)
-    assert digest_prompt([1, 2], None) == digest_prompt((1, 2), "")
-    assert digest_prompt((97,), None) != digest_prompt((), "a" + 7 * "\0"), "a salt is not taken for tokens"
+    assert digest_prompt([1, 2], b"") == digest_prompt((1, 2), b"")
+    assert digest_prompt((97,), b"") != digest_prompt((), b"a" + 7 * b"\0"), "a salt is not taken for tokens"
 
 
 # ---- Request parameters ----
@@ -475,7 +475,7 @@ def test_a_ticket_is_valid_for_one_reader() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"prompt_digest": digest_prompt((9,), None)}, Reason.OTHER_PROMPT),
+        ({"prompt_digest": digest_prompt((9,), b"")}, Reason.OTHER_PROMPT),
         ({"end": 48}, Reason.INVALID_RANGE),
         ({"first": -1}, Reason.INVALID_RANGE),
         ({"first": 17}, Reason.INVALID_RANGE),

@@ -35,7 +35,7 @@ class ReportingConnector(NullSchedulerConnector):
         self._key = key
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
-        seen: list[Any] = [request.request_id, reason.value, list(request.prompt_token_ids), request.cache_salt]
+        seen: list[Any] = [request.request_id, reason.value, list(request.prompt_token_ids), request.kv_scope.decode()]
         return FinishResult(FinishAction.FREE, {self._key: seen, "of": {self._key: [[1, 2], None]}})
 
 

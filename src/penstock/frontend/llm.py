@@ -264,7 +264,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
         each_prompt, each_priority = _aligned(prompts, priority)
         count = len(each_prompt)

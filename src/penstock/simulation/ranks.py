@@ -246,7 +246,8 @@ class SimWorker:
         for new in plan.new_requests:
             row = self._host_rows.add(new.request_id, len(new.token_ids))
             assert row not in self.rows, f"{new.request_id} gets a row that another has"
-            answer = self._devices.answers.known(new.token_ids[: new.request.num_prompt_tokens])
+            answers, prompt = self._devices.answers, new.token_ids[: new.request.num_prompt_tokens]
+            answer = answers.of(prompt) if plan.is_warm_up else answers.known(prompt)
             table = [list(ids) for ids in new.block_ids]
             self.rows[row] = Row(new.request_id, answer, list(new.token_ids), new.num_computed_tokens, table)
         for request_id, block_ids in plan.new_block_ids.items():
