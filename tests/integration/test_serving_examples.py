@@ -41,7 +41,7 @@ def server() -> Iterator[ServerProcess]:
 def test_there_are_examples() -> None:
     assert len(WEATHER) == 2
     assert {path for path, _ in SERVING} == {
-        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     }  # fmt: skip
 
 
@@ -51,7 +51,9 @@ def test_there_are_examples() -> None:
 def test_an_example_is_answered(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
     status, answer = call(server.url + path, body)
     assert status == 200, answer
-    if body.get("stream"):
+    if path == "/v1/completions":
+        assert answer.endswith("data: [DONE]\n\n")
+    elif body.get("stream"):
         assert "event: response.completed" in answer
         assert '{\\"name\\": \\"' in answer
 

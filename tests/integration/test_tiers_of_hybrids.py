@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from penstock import ConfigError, SamplingParams
+from penstock.core.block_hash import BlockHash, extend_chain, root_hash
 from tests.architecture.sources import ROOT
 from tests.integration.checkpoints import COMMON, make_checkpoint
 from tests.integration.test_disaggregation import complete
@@ -62,9 +63,12 @@ def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
     return Conversation(path, folder, first, second, wanted)
 
 
-def state_files(folder: Path) -> list[Path]:
-    """Returns the files of states, in the order in which they were written."""
-    return sorted(folder.glob("*-states/*.kv"), key=lambda file: file.stat().st_mtime_ns)
+def state_files(folder: Path, tokens: Sequence[int]) -> list[Path]:
+    """Returns the files of states in the order of the tokens, some of which are theirs."""
+    chain: list[BlockHash] = []
+    extend_chain(chain, root_hash(b""), tokens, BLOCK)
+    of_hash = {file.stem.partition("-")[2]: file for file in folder.glob("*-states/*.kv")}
+    return [of_hash[each.hex()] for each in chain if each.hex() in of_hash]
 
 
 def flip_a_bit(file: Path) -> None:
@@ -74,7 +78,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 def test_states_and_blocks_of_tokens_have_files_of_their_own_sizes(conversation: Conversation) -> None:
-    states = state_files(conversation.folder)
+    states = state_files(conversation.folder, conversation.second)
     blocks = [file for file in conversation.folder.glob("*/*.kv") if file not in states]
     assert (len(blocks), len(states)) == (AFTER_ANSWER // BLOCK, 2)
     (block_bytes,) = {file.stat().st_size for file in blocks}
@@ -104,7 +108,7 @@ def test_a_restarted_engine_continues_at_the_last_stored_state(
 ) -> None:
     folder = tmp_path / "kv"
     shutil.copytree(conversation.folder, folder)
-    for file in state_files(folder)[::-1][:num_bad]:
+    for file in state_files(folder, conversation.second)[::-1][:num_bad]:
         assert change is not None
         change(file)
     connector = offloading(disk_path=str(folder))
