@@ -45,6 +45,7 @@ FAMILIES = {
     "qwen3-moe": ["q_proj", "k_proj", "o_proj"],
     "qwen3.5": ["q_proj", "v_proj", "in_proj_qkv", "out_proj", "down_proj"],
 }
+LONG = ("gemma3", "qwen3-moe", "qwen3.5")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
 
 
@@ -67,7 +68,9 @@ def with_adapter(path: Path, folder: Path, targets: Sequence[str]) -> peft.PeftM
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in FAMILIES]
+)
 def test_equals_peft_and_the_merged_checkpoint(name: str, tmp_path: Path) -> None:
     path = make_checkpoint(name, tmp_path)
     model = with_adapter(path, tmp_path / "adapter", FAMILIES[name])
@@ -161,6 +164,7 @@ def test_fewer_slots_than_adapters(adapters: Adapters, limits: dict[str, Any]) -
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_the_pieces_of_one_tensor_are_one_projection(tmp_path: Path) -> None:
     """Mamba2 reads five parts of one tensor: their adapter is read once, and its rank may be the greatest."""
     path = make_checkpoint("granite4", tmp_path)
@@ -334,8 +338,7 @@ def test_adapters_come_and_go_under_load(adapters: Adapters, more: dict[str, Any
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answers", [[True, False], [EngineDeadError("x"), False], [False, OverloadedError("x")]])
-def test_a_copy_stays_while_one_engine_may_read_it(adapters: Adapters, answers: list[Any]) -> None:
+def test_a_copy_stays_while_one_engine_may_read_it(adapters: Adapters) -> None:
     """Also if another engine is dead, or is being restarted."""
 
     class Engine:
@@ -351,12 +354,13 @@ def test_a_copy_stays_while_one_engine_may_read_it(adapters: Adapters, answers: 
         llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True})
         lora, replicas = adapters.loras[1], llm.replicas
         assert lora is not None
-        await llm.load_lora("a", lora.lora_path)
-        folder = Path(llm.lora("a").folder)  # pyright: ignore[reportOptionalMemberAccess]
-        llm.replicas = tuple(map(Engine, answers))  # pyright: ignore[reportAttributeAccessIssue]
-        await llm.unload_lora("a")
-        await asyncio.sleep(0.2)
-        assert folder.exists()
+        for answers in ([True, False], [EngineDeadError("x"), False], [False, OverloadedError("x")]):
+            await llm.load_lora("a", lora.lora_path)
+            folder = Path(llm.lora("a").folder)  # pyright: ignore[reportOptionalMemberAccess]
+            llm.replicas = tuple(map(Engine, answers))  # pyright: ignore[reportAttributeAccessIssue]
+            await llm.unload_lora("a")
+            await asyncio.sleep(0.2)
+            assert folder.exists()
         llm.replicas = replicas
         for _ in range(100):
             if not folder.exists():
