@@ -411,6 +411,9 @@ def test_the_server(demo_adapter: Path, tmp_path: Path) -> None:
         assert call(server.url, "POST", "/v1/chat/completions", chat).json()["model"] == "second"
         scrape = call(server.url, "GET", "/metrics").body.decode()
         assert 'max_lora="8",model_name="demo",running_lora_adapters="",waiting_lora_adapters=""' in scrape
+        described = call(server.url, "GET", "/version").json()["engine"]
+        assert described["max_loras"] == 8
+        assert "lora_targets" not in described
         assert change("unload", lora_name="second", lora_int_id=2)[0] == 200
         assert text("second")[0] == 404
         for name, path, words in (

@@ -26,6 +26,7 @@ _REQUEST = "core.request:Request"
 _STEP = "kv_transfer.kv_step:KVStep"
 _LEDGER_APPLY = "kv_transfer.ledger:TransferLedger.apply"
 _AWAITED = "runner.awaited_results:AwaitedResults"
+_ADAPTERS = "core.adapter_slots:AdapterSlots"
 _BATCHES = "core.micro_batches:MicroBatches"
 _TIERS = "kv_transfer.offload.scheduler:OffloadingScheduler"
 _TIER_WORKER = "kv_transfer.offload.worker:OffloadingWorker"
@@ -352,6 +353,21 @@ BUGS = (
         "a prefix hit includes the last known token",
         "full_prefix_hits",
         within(f"{_KV}.find_prefix", changes(f"{_REQUEST}.num_tokens", lambda original, self: original(self) + 1)),
+    ),
+    bug(
+        "the adapter is left out of the hash",
+        "adapters",
+        changes("messages.requests:EngineRequest.kv_scope", lambda original, self: (self.cache_salt or "").encode()),
+    ),
+    bug(
+        "an adapter is not loaded into the slot that it takes",
+        "adapters",
+        changes(f"{_ADAPTERS}.acquire", lambda original, self, request, loads: original(self, request, [])),
+    ),
+    bug(
+        "the slot of a running adapter is taken",
+        "adapters",
+        changes(f"{_ADAPTERS}._free_slot", lambda original, self: self._slots.pop(next(iter(self._slots)), 0)),
     ),
     bug(
         "the salt is left out of the hash",

@@ -26,6 +26,7 @@ HAPPENS = {
     "changing_draft_depth": {"accepted_drafts"},
     "tiny_pool": {"preemptions", "aborts"},
     "tenants": {"loaded_tokens"},
+    "adapters": {"loaded_tokens", "prefix_hit_tokens"},
     "migrated_streams": {"crashes", "continued", "loaded_tokens", "prefix_hit_tokens"},
     "id_reuse": {"aborts", "loaded_tokens"},
     "shared_store": {"loaded_tokens", "num_promoted"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from penstock.messages.adapters import LoraTarget
@@ -47,6 +49,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     max_loras: int = 0
     lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
+
+    def shown(self) -> dict[str, Any]:
+        """Returns what describes the engine to people."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "lora_targets"}
 
     @property
     def num_ranks(self) -> int:

@@ -85,7 +85,7 @@ def _picture(service: Service, replica: Replica) -> dict[str, Any]:
         "time": now,
         "model": service.model_names[0],
         "version": __version__,
-        "engine": msgspec.structs.asdict(replica.info),
+        "engine": replica.info.shown(),
         "num_replicas": len(service.llm.replicas),
         "uptime": service.clock.wall() - service.started,
         "health": {"status": found.status, "reason": found.reason},
@@ -105,4 +105,5 @@ def _request(record: RequestRecord) -> dict[str, Any]:
         "num_prompt_tokens": record.num_prompt_tokens,
         "num_output_tokens": record.num_output_tokens,
         "num_cached_tokens": record.num_cached_tokens,
+        "adapter": record.adapter,
     }

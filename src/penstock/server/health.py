@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -68,7 +67,7 @@ async def ready(request: Request) -> Response:
 @router.get("/version")
 async def version(request: Request) -> Response:
     """Returns Penstock's version and the engine's configuration: device, kernels, dtype, context, KV cache."""
-    info = msgspec.structs.asdict(service_of(request).llm.info)
+    info = service_of(request).llm.info.shown()
     return JSONResponse({"version": __version__, "engine": info})
 
 

@@ -11,7 +11,7 @@ from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.router.reported_stream import ReportedStream
-from penstock.simulation.oracle import VOCAB_SIZE, Answer, Answers
+from penstock.simulation.oracle import VOCAB_SIZE, Answer, Answers, adapter_seed
 from penstock.simulation.ranks import FOREIGN_KV
 from penstock.simulation.setup import Setup
 from penstock.simulation.trace import ViolationError
@@ -142,7 +142,9 @@ class Clients:
     def _draw(self, tick: int, live: dict[str, LiveRequest]) -> LiveRequest:
         rng, traffic = self._rng, self._traffic
         prompt = tuple(self._prompt())
-        answer = self._answers.of(prompt)
+        # Other scenarios draw nothing for it.
+        adapter = rng.choice(traffic.adapters) if len(traffic.adapters) > 1 else None
+        answer = self._answers.of(prompt, adapter_seed(adapter))
         max_tokens = min(rng.randrange(1, traffic.max_output + 1), self._setup.max_model_len - len(prompt))
         stop: frozenset[int] = frozenset()
         if rng.random() < traffic.stop:
@@ -158,6 +160,7 @@ class Clients:
             stop_token_ids=stop,
             priority=rng.randrange(3),
             cache_salt=rng.choice(traffic.salts),
+            adapter=adapter,
         )
         if rng.random() < traffic.grammars:
             request = replace(request, grammar=transcript(self._expected(request, answer)))

@@ -19,6 +19,7 @@ class Row:
     tokens: list[int]  # known tokens, then the drafts
     num_computed: int  # exact
     table: list[list[int]]
+    seed: int = 0  # of the adapter in its slot
     num_drafts: int = 0
     num_in_states: int = 0  # tokens that the states of recurrent layers contain
 
@@ -77,14 +78,14 @@ class Item:
 
     def write(self, layer: OracleLayer, start: int, tokens: Sequence[int]) -> None:
         # A missing draft is an arbitrary token to the model.
-        known = [max(0, token) for token in tokens]
+        known, seed = [max(0, token) for token in tokens], 0 if layer.is_draft else self.row.seed
         if layer.is_recurrent:
             # The accepted drafts of the last step come first.
             before = self.row.tokens[self.state_start : start]
             table = self.table[layer.group]
-            self.digests = self.memory.advance(layer, table, self.state_start, before + known, self.num_drafts)
+            self.digests = self.memory.advance(layer, table, self.state_start, before + known, self.num_drafts, seed)
         else:
-            self.memory.write(layer, self.table[layer.group], start, known)
+            self.memory.write(layer, self.table[layer.group], start, known, seed)
 
     def checksum(self, layer: OracleLayer, position: int, before: int) -> int:
         """Returns the checksum of everything that a query at `position` reads on this rank; continues `before`."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from penstock.core.request import RequestStatus
 from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.requests import EngineRequest
 from penstock.simulation.backing import Touch
 from penstock.simulation.oracle import Answer
 from penstock.simulation.sim_engine import SimEngine
@@ -22,10 +23,12 @@ class Contents:
         self._num_tokens_ahead = num_tokens_ahead
         self._known: dict[bytes, tuple[Answer, int]] = {}
 
-    def add(self, answer: Answer, cache_salt: str | None, max_tokens: int) -> None:
+    def add(self, answer: Answer, request: EngineRequest) -> None:
         """Adds all blocks that a request may fill."""
-        tokens = answer.token_ids[: answer.num_prompt_tokens] + answer.output(max_tokens)
-        parent = hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
+        tokens = answer.token_ids[: answer.num_prompt_tokens] + answer.output(request.max_tokens)
+        scope = b"" if request.adapter is None else b"\xff" + request.adapter.digest
+        salt = (request.cache_salt or "").encode()
+        parent = hashlib.sha256(b"penstock block chain\0" + scope + salt).digest()
         size, ahead = self._block_size, self._num_tokens_ahead
         for index in range((len(tokens) - ahead) // size):
             part = tokens[index * size : (index + 1) * size + ahead]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from penstock.kv_transfer.view import read_now, write_now
+from penstock.messages.adapters import Adapter
 from penstock.messages.kv_cache_spec import NULL_BLOCK, AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import ShardId
@@ -43,6 +44,11 @@ _MASK = 0xFFFFFFFF
 def layer_salts(layer_name: str) -> tuple[int, ...]:
     """Returns the salts that distinguish the layer's heads from all others."""
     return tuple(crc32(f"{layer_name}/{head}".encode()) for head in range(NUM_HEADS))
+
+
+def adapter_seed(adapter: Adapter | None) -> int:
+    """Returns what an adapter adds to the layers' salts; 0 without one."""
+    return 0 if adapter is None else crc32(adapter.digest)
 
 
 def slot_digest(token: int, position: int, salt: int, before: int) -> int:
@@ -121,11 +127,14 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
 
 @dataclass(slots=True)
 class Answer:
-    """The expected results of a prompt: its tokens, their continuation, and the content of every slot."""
+    """The expected results of a prompt: its tokens, their continuation, and the content of every slot. An adapter's
+    `seed` changes the content of the target's layers.
+    """
 
     layers: tuple[OracleLayer, ...]
     num_prompt_tokens: int
     token_ids: list[int]
+    seed: int = 0
     chains: dict[tuple[str, int], array[int]] = field(default_factory=dict[tuple[str, int], "array[int]"])
 
     def output(self, count: int) -> list[int]:
@@ -165,8 +174,8 @@ class Answer:
     def _chain(self, layer_name: str, head: int, length: int) -> array[int]:
         chain = self.chains.setdefault((layer_name, head), array("I"))
         if len(chain) < length:
-            salt = layer_salts(layer_name)[head]
-            ahead = next(layer.num_tokens_ahead for layer in self.layers if layer.name == layer_name)
+            ahead, is_draft = next((e.num_tokens_ahead, e.is_draft) for e in self.layers if e.name == layer_name)
+            salt = layer_salts(layer_name)[head] + (0 if is_draft else self.seed)
             for position in range(len(chain), length):
                 before = chain[position - 1] if position else 0
                 chain.append(slot_digest(self.token_ids[position + ahead], position, salt, before))
@@ -174,23 +183,24 @@ class Answer:
 
 
 class Answers:
-    """The correct answer to every prompt, computed once."""
+    """The correct answer to every prompt with every adapter, computed once."""
 
     def __init__(self, layers: tuple[OracleLayer, ...]) -> None:
         self._layers = layers
-        self._answers: dict[tuple[int, ...], Answer] = {}
+        self._answers: dict[tuple[int, tuple[int, ...]], Answer] = {}
 
-    def of(self, prompt: tuple[int, ...]) -> Answer:
-        if prompt not in self._answers:
-            self._answers[prompt] = Answer(self._layers, len(prompt), list(prompt))
-        return self._answers[prompt]
+    def of(self, prompt: tuple[int, ...], seed: int = 0) -> Answer:
+        if (seed, prompt) not in self._answers:
+            self._answers[seed, prompt] = Answer(self._layers, len(prompt), list(prompt), seed)
+        return self._answers[seed, prompt]
 
-    def known(self, prompt: tuple[int, ...]) -> Answer:
+    def known(self, prompt: tuple[int, ...], seed: int) -> Answer:
         """Returns the answer to a prompt that a client has sent. A rank that takes some output for a part of the prompt
         would apply penalties to the wrong tokens.
         """
-        assert prompt in self._answers, f"no client has sent a prompt of these {len(prompt)} tokens"
-        return self._answers[prompt]
+        is_known = (seed, prompt) in self._answers
+        assert is_known, f"no client has sent a prompt of these {len(prompt)} tokens with this adapter"
+        return self._answers[seed, prompt]
 
 
 class OracleMemory:
@@ -291,7 +301,7 @@ class OracleMemory:
         return self._block(layer_name, block_id)[start : start + num_bytes]
 
     def advance(
-        self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int], num_drafts: int
+        self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int], num_drafts: int, seed: int
     ) -> dict[tuple[int, int], int]:
         """Computes a recurrent layer's digests of tokens from position `start` on, from the state before them, and
         stores the states after whole blocks that the table has, and after the last token but the drafts. Returns the
@@ -306,7 +316,7 @@ class OracleMemory:
             return None if block_id == NULL_BLOCK else (block_id - first) * len(self.heads) + head - self.heads.start
 
         digests: dict[tuple[int, int], int] = {}
-        for head, salt in ((head, layer_salts(layer.name)[head]) for head in self.heads):
+        for head, salt in ((head, layer_salts(layer.name)[head] + seed) for head in self.heads):
             before = 0
             if start:
                 at = word(start - 1, head)
@@ -322,12 +332,12 @@ class OracleMemory:
                         words[at] = before
         return digests
 
-    def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+    def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int], seed: int) -> None:
         """Computes the slots of tokens from position `start` on, each from the actual content of the previous slot."""
         words = self.words[layer.name]
         salts = layer_salts(layer.name)
         for head in self.heads:
-            salt = salts[head]
+            salt = salts[head] + seed
             before = words[self._word(layer, table, start - 1, head)] if start else 0
             for position, token in enumerate(tokens, start):
                 before = slot_digest(token, position, salt, before)

@@ -24,6 +24,7 @@ from penstock.executor.executor import Later, Pending
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.forwarding import Forwarding
 from penstock.kv_transfer.kv_step import KVStep
+from penstock.messages.adapters import NO_SLOT
 from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput, ShardId
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -38,6 +39,7 @@ from penstock.simulation.oracle import (
     Answers,
     OracleLayer,
     OracleMemory,
+    adapter_seed,
     cache_config,
 )
 from penstock.utils.math import interval
@@ -143,6 +145,7 @@ class SimWorker:
         self.layers = devices.config.layers_of(shard[0])
         self.drafter = [layer for layer in self.layers if layer.is_draft]
         self.rows: dict[int, Row] = {}  # by state row
+        self.adapters = {NO_SLOT: 0}  # the seeds of those in the slots
         self.results: deque[StageResult] = deque()  # sent by the last stage and not yet received
         self.num_foreign_results = 0
         self.is_last_stage = shard[0] == devices.config.pp - 1
@@ -243,13 +246,15 @@ class SimWorker:
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for row in self._host_rows.remove(plan.finished_request_ids | plan.preempted_request_ids):
             del self.rows[row]
+        self.adapters.update((load.slot, adapter_seed(load.adapter)) for load in plan.adapter_loads)
         for new in plan.new_requests:
             row = self._host_rows.add(new.request_id, len(new.token_ids))
             assert row not in self.rows, f"{new.request_id} gets a row that another has"
             answers, prompt = self._devices.answers, new.token_ids[: new.request.num_prompt_tokens]
-            answer = answers.of(prompt) if plan.is_warm_up else answers.known(prompt)
+            seed = self.adapters[new.request.adapter_slot]
+            answer = answers.of(prompt) if plan.is_warm_up else answers.known(prompt, seed)
             table = [list(ids) for ids in new.block_ids]
-            self.rows[row] = Row(new.request_id, answer, list(new.token_ids), new.num_computed_tokens, table)
+            self.rows[row] = Row(new.request_id, answer, list(new.token_ids), new.num_computed_tokens, table, seed)
         for request_id, block_ids in plan.new_block_ids.items():
             for table, ids in zip(self.rows[self._host_rows.row(request_id)].table, block_ids, strict=True):
                 table.extend(ids)

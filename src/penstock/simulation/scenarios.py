@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from penstock.config.lora import LoraConfig
+from penstock.messages.adapters import Adapter
 from penstock.simulation.catalogue import (
     Catalogue,
     base,
@@ -79,6 +81,14 @@ def _full_hits(rng: random.Random) -> Setup:
 @_scenario("tenants", "F25: a prompt with another salt must not match in the prefix cache or in the tiers")
 def _tenants(rng: random.Random) -> Setup:
     return traffic(two(rng), salts=(None, "a", "b"), num_stems=1)
+
+
+@_scenario("adapters", "vllm: a prompt with another adapter matches in a cache; a slot changes its adapter too early")
+def _adapters(rng: random.Random) -> Setup:
+    adapters = tuple(Adapter(name, name.encode() * 32, "") for name in "abc")
+    setup = traffic(two(rng), adapters=(None, *adapters), num_stems=1, arrival=0.5, num_requests=16)
+    lora = LoraConfig(num_slots=rng.choice([2, 3]), max_running=rng.choice([1, 2]), max_rank=8)
+    return replace(setup, lora=lora, depth=rng.choice([1, 2, 3]))
 
 
 @_scenario("id_reuse", "F8, F23: a request reuses the id of one whose results and saves are still in flight")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.config.engine import SchedulerConfig
+from penstock.config.lora import LoraConfig
 from penstock.core.kv_cache_planning import blocks_for_one_request, states_for_one_request
+from penstock.messages.adapters import Adapter
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.simulation.oracle import NUM_HEADS, RECURRENT, OracleLayer, cache_config, make_layers
 from penstock.utils.math import round_up
@@ -73,6 +75,7 @@ class Traffic:
     abort_loading: float = 0.0
     reuse: float = 0.1
     salts: tuple[str | None, ...] = (None,)
+    adapters: tuple[Adapter | None, ...] = (None,)
     stop: float = 0.2
     handoff: bool = False
     reset: float = 0.0
@@ -136,6 +139,7 @@ class Setup:
     runs_ahead: bool = False
     block_size: int = 4
     block_sizes: tuple[int, ...] = ()
+    lora: LoraConfig | None = None
     max_model_len: int = 56
     max_num_batched_tokens: int = 16
     max_num_seqs: int = 6

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
 
+from penstock.core.adapter_slots import AdapterSlots
 from penstock.core.block_pool import BlockKey, BlockPool
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
@@ -165,7 +166,9 @@ class SimEngine:
         executor.load()
         limits = setup.scheduler_config(site.ranks.pp)
         (handshakes,) = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
-        self.scheduler = Scheduler(limits, self.kv, StructuredOutputs(Transcripts()), transfer)
+        self.scheduler = Scheduler(
+            limits, self.kv, StructuredOutputs(Transcripts()), transfer, adapters=AdapterSlots(setup.lora)
+        )
         if not parts.is_null:
             parts.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, executor, limits.max_num_in_flight, debug=True, clock=clock)

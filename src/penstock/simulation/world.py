@@ -163,7 +163,7 @@ class World:
             self._waiting_again += self._clients.redirected(each)
             return
         for contents in self._contents.values():
-            contents.add(each.answer, request.cache_salt, request.max_tokens)
+            contents.add(each.answer, request)
         self._trace.note(each.engine, f"gets {len(request.prompt_token_ids)} tokens as", request.request_id)
         core = self._engines[each.engine].core
         try:
