@@ -1,6 +1,6 @@
 """What adapters cost: decode tokens/s of a batch without adapters, and with some.
 
-    python bench/lora.py [bench/shapes/qwen3-0.6b] [--rounds 3] [--rank 16] [--quick]
+    python bench/lora.py [bench/shapes/qwen3-0.6b] [--rounds 3] [--rank 16] [--quick] [--vllm PYTHON]
 
 One engine without adapters, one with them; the cases alternate. Weights and adapters are random. The adapters change
 every projection of every layer, as PEFT's `all-linear` does.
@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -34,7 +35,9 @@ def write(folder: Path, targets: dict[str, Any], rank: int) -> Path:
         tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, target.num_inputs) / 64
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(target.num_outputs, rank) / 64
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    modules = sorted({name.rpartition(".")[2] for name in targets})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 8])
+    parser.add_argument("--vllm", metavar="PYTHON", help="vLLM's interpreter: the same with it, before and after")
     parser.add_argument("--quick", action="store_true", help="a few steps, to try the script")
     args = parser.parse_args()
     num_output, batches, num_prefill = (3, (2,), 32) if args.quick else (OUTPUT, (8, 32), PREFILL)
@@ -74,6 +78,18 @@ def main() -> None:
             first = seconds(llm, count, PROMPT, 1, adapters)
             return count * (num_output - 1) / (seconds(llm, count, PROMPT, num_output, adapters) - first)
 
+        given: dict[str, Any] = {"shape": args.shape, "rank": args.rank, "vocab_size": vocab_size, "prompt": PROMPT}
+        given |= {"output": num_output, "prefill": num_prefill, "batches": batches, "rounds": args.rounds}
+
+        def run_vllm(folders: list[str], adapters: list[int]) -> dict[str, dict[str, float]]:
+            script = str(Path(__file__).parent / "peers" / "lora_vllm.py")
+            options = json.dumps({**given, "folders": folders, "adapters": adapters})
+            done = subprocess.run([args.vllm, script, options], check=True, stdout=subprocess.PIPE, text=True)
+            return json.loads(done.stdout.strip().splitlines()[-1])
+
+        others: dict[str, dict[str, float]] = {}
+        if args.vllm:
+            others["vLLM, no adapters in the engine"] = run_vllm([], [0])["0"]
         for lora in loras:
             adapted.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False, lora_request=lora)
         cases = [("no adapters in the engine", base, 0), *((f"{n} adapters", adapted, n) for n in args.adapters)]
@@ -85,12 +101,21 @@ def main() -> None:
                     found.setdefault((name, column), []).append(rate(llm, batch, adapters))
                 prefill = num_prefill / seconds(llm, 1, num_prefill, 1, min(1, adapters))
                 found.setdefault((name, columns[-1]), []).append(prefill)
+        if args.vllm:
+            for count, rates in run_vllm(list(map(str, paths)), args.adapters).items():
+                others[f"vLLM, {count} adapters"] = rates
     print(f"| tokens/s, median of {args.rounds}; rank {args.rank} | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    first = {column: statistics.median(found[cases[0][0], column]) for column in columns}
-    for name, _, _ in cases:
-        values = [statistics.median(found[name, column]) for column in columns]
-        cells = [f"{value:.1f} ({value / first[column]:.2f})" for value, column in zip(values, columns, strict=True)]
+    own = {name: {c: statistics.median(found[name, c]) for c in columns} for name, _, _ in cases}
+    for rows in (own, others):
+        show(rows, columns)
+
+
+def show(rows: dict[str, dict[str, float]], columns: list[str]) -> None:
+    """Prints the rows of one engine, each number with its share of the first row's."""
+    base = next(iter(rows.values()), {})
+    for name, rates in rows.items():
+        cells = [f"{rates[column]:.1f} ({rates[column] / base[column]:.2f})" for column in columns]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

@@ -1,0 +1,68 @@
+"""vLLM (the CPU build) with LoRA adapters, for `bench/lora.py --vllm`: arguments are a JSON object on the command line.
+
+Prints a line of JSON: tokens/s by number of adapters and case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    folders, rng = given["folders"], random.Random(0)
+    common = {
+        "model": given["shape"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "dtype": "bfloat16",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 64,
+    }
+    lora = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": given["rank"]} if folders else {}
+    llm = LLM(**common, **lora)
+    loras = [LoRARequest(f"adapter{number}", number + 1, folder) for number, folder in enumerate(folders)]
+
+    def seconds(count: int, length: int, output: int, adapters: int) -> float:
+        prompts = [
+            {"prompt_token_ids": [rng.randrange(given["vocab_size"]) for _ in range(length)]} for _ in range(count)
+        ]
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+        chosen = [loras[number % adapters] for number in range(count)] if adapters else None
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
+        return time.perf_counter() - started
+
+    found: dict[str, dict[str, float]] = {}
+    for adapters in given["adapters"]:
+        seconds(1, given["prompt"], 2, adapters)
+        rates = found[str(adapters)] = {}
+        for batch in given["batches"]:
+            each = []
+            for _ in range(given["rounds"]):
+                first = seconds(batch, given["prompt"], 1, adapters)
+                whole = seconds(batch, given["prompt"], given["output"], adapters)
+                each.append(batch * (given["output"] - 1) / (whole - first))
+            rates[f"batch {batch}"] = statistics.median(each)
+        prefills = [
+            given["prefill"] / seconds(1, given["prefill"], 1, min(1, adapters)) for _ in range(given["rounds"])
+        ]
+        rates[f"prompt of {given['prefill']}"] = statistics.median(prefills)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
