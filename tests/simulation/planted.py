@@ -90,8 +90,8 @@ def _lose_report(original: Original, self: Any, part: bytes, is_last: bool) -> b
     return passed
 
 
-def _count_as_prompt(original: Original, data: Any) -> Any:
-    row = original(data)
+def _count_as_prompt(original: Original, data: Any, slot: int) -> Any:
+    row = original(data, slot)
     return msgspec.structs.replace(row, num_prompt_tokens=row.num_prompt_tokens + len(data.output_token_ids))
 
 
