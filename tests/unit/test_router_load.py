@@ -16,6 +16,7 @@ from tests.unit.router_stubs import (
     STYLES,
     Gathering,
     decode,
+    echo,
     never,
     prefill,
     prefilled,
@@ -71,6 +72,36 @@ def test_a_request_does_not_wait_for_ever() -> None:
             assert (status, b"no instance was free within 0.2 seconds" in body) == (503, True)
             waits.is_complete.set()
             assert (await first)[0] == 200
+
+    run(check)
+
+
+def test_clients_with_keys_take_turns() -> None:
+    """A full queue of one client's requests: another one's gets a place in it at once, and the next turn."""
+
+    async def check() -> None:
+        gate, order = asyncio.Semaphore(0), list[str]()
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            order.append(request.headers["Authorization"][-4:])
+            await gate.acquire()
+            return await echo(request)
+
+        async with routed(serve(answer), limits=Limits(max_outstanding=1, max_queued=3)) as client:
+
+            def ask(key: str) -> asyncio.Task[tuple[int, bytes]]:
+                return asyncio.create_task(client.ask(headers={"Authorization": f"Bearer {key}"}))
+
+            asked = [ask("many") for _ in range(4)]
+            await until(lambda: client.router.dispatcher.num_queued == 3)
+            other = ask("once")
+            (refused,), _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            assert (await refused)[0] == 503
+            for _ in range(4):
+                gate.release()
+            assert (await other)[0] == 200
+            assert sorted(status for status, _ in await asyncio.gather(*asked)) == [200, 200, 200, 503]
+            assert order == ["many", "many", "once", "many"]
 
     run(check)
 

@@ -53,6 +53,12 @@ class ClientRequest(msgspec.Struct, frozen=True):
     body: bytes
     completion: dict[str, Any] | None = None
 
+    @property
+    def client(self) -> str:
+        """What tells clients apart: the API key, "" without one."""
+        found = {name.lower(): value for name, value in self.headers}
+        return found.get("authorization") or found.get("x-api-key") or ""
+
     def model(self) -> str:
         """Returns the name of the model in the body, "" if it has none."""
         if self.completion is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ import msgspec
 
 from penstock.router.instances import Instance, Role
 from penstock.router.pool import Lease, Member, Pool
+from penstock.router.waiting import FairQueue
 from penstock.utils.errors import ConfigError
 from penstock.utils.placement import least_loaded
 
@@ -89,12 +89,14 @@ _NEXT = {
 class Routed:
     """A request with the data for its routing. `is_divisible`: whether a prefill instance can compute its prompt;
     evaluated only if not all instances compute whole requests. `model`: the model's name, empty if any will do.
+    `client`: whose request it is (`router.waiting`).
     `cached`: the known number of its prompt's tokens that instances have, by URL. `num_lost`: how many times an
     instance may have died of it.
     """
 
     is_divisible: Callable[[], bool]
     model: str = ""
+    client: str = ""
     num_prompt_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict[str, int])
     phase: Phase = Phase.NEW
@@ -137,7 +139,8 @@ class Dispatcher:
         self.pool = pool
         self._limits = limits
         self._policy = policy
-        self._queue: OrderedDict[Routed, None] = OrderedDict()
+        self._queue = FairQueue[Routed]()
+        self._displaced: list[Routed] = []  # to be refused
         self._live: set[Routed] = set()
         self._num_self_prefills = 0
         self._next_timeout = math.inf
@@ -155,7 +158,9 @@ class Dispatcher:
 
     def submit(self, request: Routed, now: float) -> Decision:
         self._live.add(request)
-        decision = None if self._queue else self._place(request, now)
+        # Where one with the same model waits, there is no room.
+        is_overtaking = any(each.model == request.model for each in self._queue.heads())
+        decision = None if is_overtaking else self._place(request, now)
         if decision is None:
             return self._wait(request, now)
         return decision
@@ -230,33 +235,44 @@ class Dispatcher:
         """Ends the request. Idempotent."""
         if request.phase is not Phase.ENDED:
             self._release(request)
-            self._queue.pop(request, None)
+            self._queue.remove(request)
             self._live.discard(request)
             self._move(request, Phase.ENDED)
 
     def poll(self, now: float) -> list[tuple[Routed, Plan | Refusal]]:
         """Returns decisions on waiting requests. Call it after any event that may free capacity, and at `next_poll`."""
-        decided: list[tuple[Routed, Plan | Refusal]] = []
-        while self._queue:
-            request = next(iter(self._queue))
-            decision = self._place(request, now)
-            if decision is None:
-                break
-            self._queue.popitem(last=False)
-            decided.append((request, decision))
+        full = Refusal("requests of other clients take turns with this one's client, and too many are waiting")
+        decided: list[tuple[Routed, Plan | Refusal]] = [(each, full) for each in self._displaced if each in self._live]
+        self._displaced.clear()
+        while (placed := self._place_next(now)) is not None:
+            self._queue.take(placed[0])
+            decided.append(placed)
         if now >= self._next_timeout:
             for request in [each for each in self._queue if now >= self._timeout_at(each)]:
-                del self._queue[request]
+                self._queue.remove(request)
                 decided.append(
                     (request, Refusal(f"no instance was free within {self._limits.queue_timeout:g} seconds"))
                 )
             self._next_timeout = min(map(self._timeout_at, self._queue), default=math.inf)
         return decided
 
+    def _place_next(self, now: float) -> tuple[Routed, Plan | Refusal] | None:
+        """Places the first request, in the order of the clients' turns, for which there is room."""
+        without_room: set[str] = set()
+        for request in self._queue.heads():
+            if request.model in without_room and not request.failed:
+                continue
+            decision = self._place(request, now)
+            if decision is not None:
+                return request, decision
+            if not request.failed:
+                without_room.add(request.model)
+        return None
+
     @property
     def next_poll(self) -> float:
-        """The earliest time at which a waiting request may time out."""
-        return self._next_timeout
+        """The earliest time at which a waiting request may time out, or was displaced."""
+        return -math.inf if self._displaced else self._next_timeout
 
     def _timeout_at(self, request: Routed) -> float:
         return request.waits_since + self._limits.queue_timeout
@@ -265,13 +281,14 @@ class Dispatcher:
 
     def _wait(self, request: Routed, now: float, *, is_first: bool = False) -> Refusal | None:
         if len(self._queue) >= self._limits.max_queued:
-            return Refusal(f"{len(self._queue)} requests are waiting already")
+            displaced = self._queue.pop_for(request.client) if self._queue else None
+            if displaced is None:
+                return Refusal(f"{len(self._queue)} requests are waiting already")
+            self._displaced.append(displaced)
         self._move(request, Phase.WAITING)
         request.waits_since = now
-        self._queue[request] = None
+        self._queue.add(request, is_first=is_first)
         self._next_timeout = min(self._next_timeout, self._timeout_at(request))
-        if is_first:
-            self._queue.move_to_end(request, last=False)
         return None
 
     def _place(self, request: Routed, now: float, failure: str = "") -> Decision:

@@ -129,7 +129,8 @@ class Exchanges:
 
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
-        request = Routed(incoming.is_divisible, incoming.model() if self._dispatcher.pool.has_groups else "")
+        model = incoming.model() if self._dispatcher.pool.has_groups else ""
+        request = Routed(incoming.is_divisible, model, incoming.client)
         is_over, since, tail = False, self._clock.now(), _Tail()
         is_migrated = self._timeouts.migrate is not None and incoming.may_be_reported()
         stream = ReportedStream() if is_migrated else None
@@ -263,6 +264,8 @@ class Exchanges:
     async def _wait(self, request: Routed) -> Plan | Refusal:
         future = asyncio.get_running_loop().create_future()
         self._waiting[request] = future
+        if self._dispatcher.next_poll <= self._clock.now():
+            self.wake()  # another request has made room for this one in the queue
         return await future
 
     # ---- The two halves of a request ----
