@@ -38,7 +38,7 @@ BUDGETS = {
     "models": 2414,
     "parallel": 523,
     "penstock": 47,
-    "router": 2207,
+    "router": 2206,
     "runner": 2849,
     "server": 4619,
     "simulation": 3576,

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
+from penstock.config.server import ServerArgs
 from penstock.frontend import adapters
 from penstock.frontend.adapters import AdapterStore, LoRARequest
 from penstock.messages.adapters import LoraTarget
@@ -173,6 +174,17 @@ def test_targets(tmp_path: Path) -> None:
 def test_limits(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(EngineArgs.from_kwargs(enable_lora=True, **arguments))
+
+
+def test_modules_of_the_command_line() -> None:
+    texts = ("sql=adapters/sql", "fr=a=b", '{"name": "de", "path": "x", "base_model_name": "demo"}')
+    assert ServerArgs(lora_modules=texts).loras == [("sql", "adapters/sql"), ("fr", "a=b"), ("de", "x")]
+    ServerArgs(lora_modules=texts).check()
+    for wrong in ("sql", "=x", "sql=", "{", "[]", '{"name": "a"}', '{"name": 1, "path": "x"}'):
+        with pytest.raises(ConfigError, match="lora_modules"):
+            ServerArgs(lora_modules=(wrong,)).check()
+    with pytest.raises(ConfigError, match="one name"):
+        ServerArgs(lora_modules=("a=x", "a=y")).check()
 
 
 def make_store(max_rank: int = 8) -> AdapterStore:

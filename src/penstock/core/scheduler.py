@@ -173,7 +173,7 @@ class Scheduler:
             connector=self._connector.counters(),
             num_graph_replays=self._num_graph_replays,
             experts=self.experts.stats(),
-            states=self._kv.pool.state_counts,
+            states=self.pool.state_counts,
         )
 
     # ---- Decide ----

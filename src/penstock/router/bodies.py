@@ -56,8 +56,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
     @property
     def client(self) -> str:
         """What tells clients apart: the API key, "" without one."""
-        found = {name.lower(): value for name, value in self.headers}
-        return found.get("authorization") or found.get("x-api-key") or ""
+        return header_of(self.headers, "authorization") or header_of(self.headers, "x-api-key") or ""
 
     def model(self) -> str:
         """Returns the name of the model in the body, "" if it has none."""

@@ -241,7 +241,7 @@ class Dispatcher:
 
     def poll(self, now: float) -> list[tuple[Routed, Plan | Refusal]]:
         """Returns decisions on waiting requests. Call it after any event that may free capacity, and at `next_poll`."""
-        full = Refusal("requests of other clients take turns with this one's client, and too many are waiting")
+        full = Refusal("the queue is full, and this client has the most waiting requests: send fewer at a time")
         decided: list[tuple[Routed, Plan | Refusal]] = [(each, full) for each in self._displaced if each in self._live]
         self._displaced.clear()
         while (placed := self._place_next(now)) is not None:

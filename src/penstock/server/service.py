@@ -76,8 +76,8 @@ class Service:
 
     def check_model(self, model: str | None) -> str:
         """Returns the model's name, by default the first one. Raises NotFoundError for an unknown model."""
-        names = (*self.model_names, *self.llm.loras)
-        if model is not None and model not in names:
+        if model is not None and model not in self.model_names and self.llm.lora(model) is None:
+            names = (*self.model_names, *self.llm.loras)
             raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(names)}")
         return model or self.model_names[0]
 
