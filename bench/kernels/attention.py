@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from penstock.kernels import native
 from penstock.kernels.host_memory import aligned_bytes
-from penstock.kernels.kv_rows import quantize_rows
+from penstock.kernels.kv_rows import is_in_pairs, quantize_rows, rows_to_pairs
 from penstock.kernels.paged_attention import Softmax, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
@@ -112,10 +112,12 @@ def main() -> None:
     blocks = torch.randn(64, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(getattr(torch, args.dtype))
     copies = 160 if args.long else 90
     cache, integers = (repeated(each, copies) for each in (blocks, quantize_rows(blocks)))
+    in_pairs = {isa: is_in_pairs(cache, native.library_for(isa)) for isa in isas}
+    pairs = repeated(rows_to_pairs(blocks), copies) if any(in_pairs.values()) else cache
     print(f"{cache.numel() * cache.element_size() / 1e6:.0f} MB of cache, {args.threads} threads, {args.dtype}")
     for requests, query_len, seq_len in LONG_CASES if args.long else CASES:
         case = Case(cache, requests, query_len, seq_len)
-        calls = {isa: case.penstock(isa, cache) for isa in isas}
+        calls = {isa: case.penstock(isa, pairs if in_pairs[isa] else cache) for isa in isas}
         if args.int8:
             calls |= {f"{isa}, int8": case.penstock(isa, integers) for isa in isas}
         else:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 
 import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.kv_rows import dequantize_rows, head_size_of, quantize_rows
+from penstock.kernels.kv_rows import (
+    dequantize_rows,
+    head_size_of,
+    is_in_pairs,
+    pairs_to_rows,
+    quantize_rows,
+    rows_to_pairs,
+)
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 
 module = importlib.import_module("penstock.kernels.rope_and_store_kv")
@@ -35,7 +43,36 @@ def stored(qkv: torch.Tensor, head_dim: int, is_int8: bool, has_norm: bool = Tru
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     positions, slots = torch.arange(tokens), torch.arange(tokens)
     rope_and_store_kv(qkv.clone(), HEADS, KV_HEADS, cos_sin, positions, cache, slots, norm, norm)
-    return cache
+    return pairs_to_rows(cache) if is_in_pairs(cache, module.library()) else cache
+
+
+def test_pairs_are_the_operands_of_products_of_pairs() -> None:
+    rows = torch.arange(3 * 2 * 2 * 32 * 64).view(3, 2, 2, 32, 64)
+    pairs = rows_to_pairs(rows)
+    assert torch.equal(pairs_to_rows(pairs), rows)
+    keys, values = pairs[1, 0, 1].view(2, 32, 16, 2), pairs[1, 1, 1].view(2, 8, 64, 2)
+    for token, dim in itertools.product((0, 1, 15, 16, 31), (0, 1, 62, 63)):
+        assert keys[token // 16, dim // 2, token % 16, dim % 2] == rows[1, 0, 1, token, dim]
+        assert values[token // 16, token % 16 // 2, dim, token % 2] == rows[1, 1, 1, token, dim]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((3, 2, 2, 16, 64), torch.bfloat16, True),
+        ((3, 2, 2, 48, 96), torch.bfloat16, True),
+        ((3, 2, 2, 24, 64), torch.bfloat16, False),
+        ((3, 2, 2, 16, 80), torch.bfloat16, False),
+        ((3, 1, 1, 16, 576), torch.bfloat16, False),
+        ((3, 2, 2, 16, 64), torch.float16, False),
+        ((3, 2, 2, 16, 68), torch.int8, False),
+    ],
+)
+def test_which_caches_are_in_pairs(shape: tuple[int, ...], dtype: torch.dtype, expected: bool) -> None:
+    cache = torch.empty(shape, dtype=dtype)
+    for isa in native.instruction_sets():
+        assert is_in_pairs(cache, native.library_for(isa)) == (expected and isa in ("amx", "avx512_bf16"))
+    assert not is_in_pairs(cache, None)
 
 
 def vectors(head_dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.kernels import native
-from penstock.kernels.kv_rows import dequantize_rows, quantize_rows
+from penstock.kernels.kv_rows import dequantize_rows, is_in_pairs, quantize_rows, rows_to_pairs
 from penstock.kernels.paged_attention import Softmax, latent_attention, paged_attention
 
 module = importlib.import_module("penstock.kernels.paged_attention")
@@ -119,6 +119,7 @@ def run(
             rows = quantize_rows(values[seen]) if is_int8 else values[seen]
             cache[own[seen // block_size], index, :, seen % block_size] = rows
         row[oldest // block_size : len(own)] = own[oldest // block_size :].int()
+    cache = rows_to_pairs(cache) if is_in_pairs(cache, module.library()) else cache
     q = torch.cat([part.sequence.q[part.first : part.last] for part in parts])
     wide = torch.full((q.shape[0] + spare_rows, q.shape[1] + 3, q.shape[2]), float("nan"), dtype=q.dtype)
     wide[: q.shape[0], : q.shape[1]] = q
@@ -305,7 +306,7 @@ class TestSameBits:
         outs = [
             run([Part(sequence, 7, 211)], block_size, window, seed) for block_size in BLOCK_SIZES for seed in (0, 1)
         ]
-        assert all(torch.equal(out, outs[0]) for out in outs)
+        assert all(torch.equal(out, outs[0]) for out in outs), "nor whether the cache is in pairs"
 
     def test_on_one_thread_or_two(self, isa: str, sequence: Sequence, window: int) -> None:
         parts = [Part(sequence, 0, 211), Part(sequence, 100, 101), Part(sequence, 90, 93), Part(sequence, 50, 200)]

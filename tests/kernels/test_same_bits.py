@@ -131,10 +131,10 @@ def add_attention(calls: NativeCalls) -> None:
         cache = quantize_rows(cache) if "int8" in kind else cache
         out = calls.result(f"attention {kind} {dtype}", torch.zeros(tokens, heads * value_dim, dtype=dtype))
         calls.add(
-            "paged_attention", "pnppnppppnnnnnnnnnffiiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
+            "paged_attention", "pnppnppppnnnnnnnnnffiiiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
             seq_lens, numbers(heads, scale=3) if has_sinks else None, out, tokens, len(lengths), heads, kv_heads,
             head_dim, value_dim, 16, window, THREADS, head_dim**-0.5, softcap, DTYPE_CODES[dtype], causal, planes == 1,
-            cache.dtype == torch.int8,
+            cache.dtype == torch.int8, 0,
         )  # fmt: skip
 
 
@@ -198,9 +198,9 @@ def add_rope(calls: NativeCalls) -> None:
         cache = torch.zeros(1, 2, heads[1], block_size, head_dim, dtype=dtype)
         calls.result(f"{name} cache", cache := quantize_rows(cache) if is_int8 else cache)
         calls.add(
-            "rope_and_store_kv", "ppppppppnnnnnnnfiiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
+            "rope_and_store_kv", "ppppppppnnnnnnnfiiiii", qkv, cache, numbers(20, rotated), positions, slots, *norms,
             tokens, *heads, head_dim, rotated, block_size, THREADS, 1e-6, DTYPE_CODES[dtype], 0, is_float,
-            is_int8,
+            is_int8, 0,
         )  # fmt: skip
 
 

@@ -164,6 +164,23 @@ def check_maximal(runs: Sequence[Sequence[int]], local: KVLayout, remote: KVLayo
         assert end not in starts or end[0] in edges[0] or end[1] in edges[1], "two runs are contiguous"
 
 
+def test_layers_in_pairs_move_like_rows_in_whole_units() -> None:
+    """16 tokens have their bytes at the same places; fewer have not."""
+    rows = [make_layout(model(2), size) for size in (16, 32)]
+    local, remote = (
+        replace(layout, layers=tuple(replace(layer, in_pairs=True) for layer in layout.layers)) for layout in rows
+    )
+    slices = [LayerSlice(layer.name, layer.heads) for layer in local.layers]
+    tables = [([1, 2, 3], [4, 5])] * 2
+    wanted = plan_runs(rows[0], rows[1], slices, tables, 16, 48)
+    assert np.array_equal(plan_runs(local, remote, slices, tables, 16, 48), wanted)
+    for first, end in ((16, 40), (8, 48)):
+        with pytest.raises(PeerError, match="8 tokens are not a whole number of 16, which are stored together"):
+            plan_runs(local, remote, slices, tables, first, end)
+    with pytest.raises(PeerError, match=r"stored in pairs here and by rows in the other engine; .* multiples of 16"):
+        plan_runs(local, rows[1], slices, tables, 16, 48)
+
+
 # ---- Every topology ----
 
 

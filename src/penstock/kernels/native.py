@@ -40,6 +40,7 @@ ARITHMETIC = {
     "generic": "fma",
 }
 PREFERENCE = tuple(ARITHMETIC)
+_WITH_PAIRS = ("amx", "avx512_bf16")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 logger = logging.get_logger(__name__)
@@ -130,6 +131,7 @@ class NativeLibrary:
     def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
         self.arithmetic = ARITHMETIC[isa]
+        self.has_pairs = isa in _WITH_PAIRS  # products of pairs of bfloat16: see `kernels.kv_rows`
         self.path = _LIBRARY_PATH
         # The digest of the sources and options of the compiler.
         self.sources: bytes = handle.penstock_sources()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.kv_rows import dequantize_rows, head_size_of
+from penstock.kernels.kv_rows import dequantize_rows, head_size_of, is_in_pairs
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
 
 _TILE = 64
@@ -44,7 +44,7 @@ class Softmax:
 
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
-    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D], or D + 4 of int8 (`kv_rows`)
+    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D], or D + 4 of int8, or in pairs (`kv_rows`)
     block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
@@ -100,12 +100,13 @@ def _attend(
         return _attend_reference(q, kv_cache, requests, softmax, value_size, is_causal=is_causal)
     tokens, num_heads, head_dim = q.shape
     out = q.new_empty((tokens, num_heads * value_size))
-    native.function("paged_attention", "pnppnppppnnnnnnnnnffiiii")(
+    native.function("paged_attention", "pnppnppppnnnnnnnnnffiiiii")(
         q.data_ptr(), q.stride(0), kv_cache.data_ptr(), block_table.data_ptr(), block_table.stride(0),
         query_start_loc.data_ptr(), seq_lens.data_ptr(), None if softmax.sinks is None else softmax.sinks.data_ptr(),
         out.data_ptr(), tokens, seq_lens.shape[0], num_heads, kv_cache.shape[2], head_dim, value_size,
         kv_cache.shape[3], softmax.sliding_window, num_threads(), softmax.scale, softmax.softcap,
         DTYPE_CODES[q.dtype], is_causal, kv_cache.shape[1] == 1, kv_cache.dtype == torch.int8,
+        is_in_pairs(kv_cache, native),
     )  # fmt: skip
     return out
 

@@ -7,7 +7,7 @@ token's position; the rest pass unchanged. Where norm weights are given, each he
 The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim], or of latents one plane of keys that contain
 their values: one block of one layer is contiguous, as it is the unit that transfers move. Slot = block_id * block_size
 + offset in the block; slot -1 belongs to padding. A cache of int8 has rows of head_dim + 4 elements (`kv_rows`): keys
-and values are quantized after they have been rounded to the dtype.
+and values are quantized after they have been rounded to the dtype. Some caches of bfloat16 are in pairs (`kv_rows`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.dispatch import triton_module, uses_triton
-from penstock.kernels.kv_rows import head_size_of, quantize_rows
+from penstock.kernels.kv_rows import head_size_of, is_in_pairs, quantize_rows
 from penstock.kernels.native import DTYPE_CODES, library, num_threads
 from penstock.kernels.rms_norm import rms_norm_reference
 
@@ -75,12 +75,12 @@ def rope_and_store_kv(
     if native is None:
         rope_and_store_kv_reference(*arguments, v_norm)
         return
-    native.function("rope_and_store_kv", "ppppppppnnnnnnnfiiii")(
+    native.function("rope_and_store_kv", "ppppppppnnnnnnnfiiiii")(
         qkv.data_ptr(), kv_cache.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
         None if v_norm is None else v_norm.data_ptr(), qkv.shape[0], num_heads, num_kv_heads, head_dim,
         cos_sin.shape[1], kv_cache.shape[3], num_threads(), eps, DTYPE_CODES[qkv.dtype], kv_cache.shape[1] == 1,
-        has_float_norms, has_int8_cache,
+        has_float_norms, has_int8_cache, is_in_pairs(kv_cache, native),
     )  # fmt: skip
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+PAIR_TOKENS = 16
+"""Adjacent tokens, from a multiple of it on, whose numbers are stored together in a layer that is in pairs."""
+
 
 class MemoryRegion(msgspec.Struct, frozen=True):
     """Named memory. `address` is its address in the describing process, 0 if only the path matters. Other processes of
@@ -23,7 +26,8 @@ class LayerLayout(msgspec.Struct, frozen=True):
     The axes are "block", "head", "token", "kv" (keys and values) and "dim", in memory order; "dim" is a row as
     `KVCacheSpec` defines it. `heads` is the interval [first, end) of the model's KV heads that are here. A block's
     bytes are contiguous. Along "block" the ids begin at `first_block`. A recurrent layer has one row for a block
-    instead of one for each token.
+    instead of one for each token. `in_pairs`: within each head and plane, the bytes of `PAIR_TOKENS` tokens are in
+    another order than that of rows (`kernels.kv_rows`).
     """
 
     name: str
@@ -37,6 +41,7 @@ class LayerLayout(msgspec.Struct, frozen=True):
     heads: tuple[int, int]
     first_block: int = 0
     is_recurrent: bool = False
+    in_pairs: bool = False
 
     @property
     def block_bytes(self) -> int:

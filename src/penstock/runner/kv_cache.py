@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from penstock.kernels.kv_rows import is_layer_in_pairs
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, NULL_BLOCK, KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.utils.errors import ConfigError
@@ -135,6 +136,7 @@ def layout_of(cache: KVCache) -> KVLayout:
             heads=spec.heads,
             first_block=cache.config.first_block(spec),
             is_recurrent=spec.is_recurrent,
+            in_pairs=not spec.is_recurrent and is_layer_in_pairs(tensor),
         )
         layers.append(layer)
     return KVLayout(cache.config.block_size, tuple(regions.values()), tuple(layers))

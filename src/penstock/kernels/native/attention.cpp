@@ -30,10 +30,11 @@ struct Attention {
     float scale, softcap;  // scores are scale q k^T; with a softcap > 0, softcap tanh(scale / softcap q k^T)
     bool causal;  // else every row sees later keys of its request too; with a window, as many as earlier ones
     bool latent;  // one plane, whose keys end in their values; else keys and values are two planes
+    bool in_pairs;
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t query_len(int64_t request) const { return query_start_loc[request + 1] - query_start_loc[request]; }
-    Shape shape() const { return {head_dim, value_dim, block_size}; }
+    Shape shape() const { return {head_dim, value_dim, block_size, in_pairs}; }
     // Of the numbers that softmax takes: products of queries and keys, or their hyperbolic tangents.
     float scale_log2e() const { return (softcap > 0 ? softcap : scale) * 1.44269504f; }
 };
@@ -226,13 +227,13 @@ public:
             if (more) next = locate(keys, start + kTile, item);
             // With several groups per head, computation dominates the time.
             const bool reads = count_ == item.heads;
-            Prefetch<C> prefetch(more && reads ? &next : nullptr, a_.head_dim);
+            Prefetch<C> prefetch(more && reads ? &next : nullptr, a_.shape());
             for (int64_t head = 0; head < item.heads; ++head) {
                 const KVTile<C> tile = tiles.of(head);
                 // Nothing has been prefetched before the first tile.
                 const bool is_first = start <= first_key && head + 1 < item.heads;
                 const KVTiles<C> beside{tiles.of(is_first ? head + 1 : head), 1, 0, tiles.spans, tiles.has_values};
-                Prefetch<C> next_head(reads ? &beside : nullptr, a_.head_dim);
+                Prefetch<C> next_head(reads ? &beside : nullptr, a_.shape());
                 engine_.set_tile(tile, is_first ? next_head : prefetch);
                 for (int group = 0; group < count_; ++group)
                     if (groups_[group].kv_head == item.first_head + head) visit(group, start);
@@ -482,11 +483,11 @@ PENSTOCK_EXPORT(void, paged_attention)
  const int32_t* query_start_loc, const int32_t* seq_lens, const float* sinks, void* out, int64_t tokens,
  int64_t requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, int64_t block_size,
  int64_t window, int64_t threads, float scale, float softcap, int32_t dtype, int32_t causal, int32_t latent,
- int32_t has_int8_cache) {
+ int32_t has_int8_cache, int32_t in_pairs) {
     const Attention attention{q,         kv_cache,    block_table,  query_start_loc, seq_lens,  sinks,
                               out,       q_stride,    table_stride, tokens,          requests,  num_heads,
                               num_kv_heads, head_dim, value_dim,    block_size,      window,    threads,
-                              scale,     softcap,     causal != 0,  latent != 0};
+                              scale,     softcap,     causal != 0,  latent != 0, in_pairs != 0};
     switch (dtype) {
         case kFloat32: return attend<FloatEngine<float>, FloatEngine<float, int8_t>>(attention, has_int8_cache);
         case kFloat16: return attend<FloatEngine<f16>, FloatEngine<f16, int8_t>>(attention, has_int8_cache);

@@ -1,7 +1,8 @@
 // Engines for bfloat16 on processors that multiply pairs of it: AVX512-BF16 dot products, and AMX tiles.
 //
-// Both read values as pairs of keys: pair i of a tile holds, for every dimension, the adjacent values of keys 2i and 2i
-// + 1 in 32 bits. Dot products and tiles round differently, so one engine serves decode and prefill rows.
+// Both read keys as pairs of adjacent dimensions, for 16 keys side by side, and values as pairs of the adjacent keys 2i and
+// 2i + 1, for all dimensions side by side. A cache in pairs (kv_rows.h) stores them so; of other caches, pairs are made
+// for every tile. Dot products and tiles round differently, so one engine serves decode and prefill rows.
 #pragma once
 
 #include "attention_tile.h"
@@ -9,8 +10,6 @@
 #if defined(__AVX512BF16__)
 
 namespace penstock::ISA {
-
-using Pair = uint32_t;  // two neighbouring bf16
 
 // Transposes 16 x 16 words of 32 bits.
 inline void transpose(__m512i (&r)[16]) {
@@ -47,7 +46,13 @@ inline void transpose_pairs(const bf16* const* rows, int64_t d, int64_t dim, Pai
     for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * stride, r[i]);
 }
 
-// The values of a tile as pairs of keys.
+#if defined(__AMX_BF16__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
+// The values of a tile as pairs of keys. Those that no row sees count as zeros.
 class ValuePairs {
 public:
     static size_t bytes(Shape shape) { return padded(shape) * (kTile / 2 * sizeof(Pair) + sizeof(bf16)) + 2 * 64; }
@@ -56,6 +61,7 @@ public:
         : row_(shape.head_dim),
           dim_(shape.value_dim),
           stride_(padded(shape)),
+          in_pairs_(shape.in_pairs),
           pairs_(arena.zeros<Pair>(kTile / 2 * stride_)),
           zeros_(arena.zeros<bf16>(stride_)) {}
 
@@ -63,20 +69,45 @@ public:
     void set(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch, int64_t lines) {
         for (int pair = 0; pair < kTile / 2; ++pair) {
             prefetch.issue(lines);
+            at_[pair] = pairs_ + pair * stride_;
+            if (in_pairs_) {
+                read_in_place(tile, pair);
+                continue;
+            }
             const bf16* even = row(tile, 2 * pair);
             const bf16* odd = row(tile, 2 * pair + 1);
             for (int64_t d = 0; d < dim_; d += 32) interleave(even + d, odd + d, dim_ - d, pairs_ + pair * stride_ + d);
         }
     }
 
+    // The values of a pair, for all dimensions; with tiles, `stride` behind those of the pair before.
+    const Pair* operator[](int pair) const { return at_[pair]; }
     int64_t stride() const { return stride_; }
-    const Pair* pairs() const { return pairs_; }
 
 private:
     static int64_t padded(Shape shape) { return (shape.value_dim + 31) / 32 * 32; }
 
+    static bool is_seen(const KVTile<bf16>& tile, int key) { return key >= tile.begin && key < tile.end; }
+
     const bf16* row(const KVTile<bf16>& tile, int key) const {
-        return key >= tile.begin && key < tile.end ? tile.values[key / kSpan] + key % kSpan * row_ : zeros_;
+        return is_seen(tile, key) ? tile.values[key / kSpan] + key % kSpan * row_ : zeros_;
+    }
+
+    // A pair is copied if only one of its keys is seen, and for tiles.
+    void read_in_place(const KVTile<bf16>& tile, int pair) {
+        const bool even = is_seen(tile, 2 * pair), odd = is_seen(tile, 2 * pair + 1);
+        Pair* const copy = pairs_ + pair * stride_;
+        if (!even && !odd) {
+            std::memset(copy, 0, dim_ * sizeof(Pair));
+            return;
+        }
+        const Pair* const from = reinterpret_cast<const Pair*>(tile.values[pair / 8 * 2]) + pair % 8 * dim_;
+        if (even && odd && !kHasTiles) {
+            at_[pair] = from;
+            return;
+        }
+        const __mmask32 seen = (even ? 0x55555555 : 0) | (odd ? 0xaaaaaaaa : 0);
+        for (int64_t d = 0; d < dim_; d += 16) _mm512_store_si512(copy + d, _mm512_maskz_loadu_epi16(seen, from + d));
     }
 
     // 32 dimensions of two keys, `count` of which exist.
@@ -91,19 +122,26 @@ private:
     }
 
     const int64_t row_, dim_, stride_;
+    const bool in_pairs_;
     Pair* const pairs_;   // [kTile / 2, stride]
     bf16* const zeros_;   // [stride]
+    const Pair* at_[kTile / 2];
 };
+
+// The keys of a tile that are in pairs already: kTile / 16 times [head_dim / 2, 16].
+inline void find_keys(const KVTile<bf16>& tile, const Pair* (&keys)[kTile / 16]) {
+    const bf16* seen = nullptr;
+    for (int i = 0; i < kTile / 16 && !seen; ++i) seen = tile.keys[2 * i];
+    // Scores of keys that no row sees may be any number.
+    for (int i = 0; i < kTile / 16; ++i)
+        keys[i] = reinterpret_cast<const Pair*>(tile.keys[2 * i] ? tile.keys[2 * i] : seen);
+}
 
 #if !defined(__AMX_BF16__)
 
-struct PairUnit {
-    using Item = Pair;
-    static __m512i vector(const Pair* b) { return _mm512_loadu_si512(b); }
-    static Vec step(Vec acc, Pair a, __m512i b) {
-        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
-    }
-};
+inline Vec add_product(Vec acc, Pair a, __m512i b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+}
 
 class BFloat16Engine {
 public:
@@ -112,18 +150,21 @@ public:
     using Weight = bf16;
 
     static size_t bytes(Shape shape) {
-        return sizeof(Pair) * (kGroups * kGroup * shape.head_dim / 2 + (shape.head_dim + 31) / 32 * 16 * kTile) +
+        return sizeof(Pair) * (kGroups * kGroup * shape.head_dim / 2 + key_pairs(shape)) +
                sizeof(bf16) * (shape.head_dim + kGroup * kTile) + 4 * 64 + ValuePairs::bytes(shape);
     }
 
     BFloat16Engine(Arena& arena, Shape shape)
         : dim_(shape.head_dim),
           padded_(shape.padded_dim()),
+          in_pairs_(shape.in_pairs),
           values_(arena, shape),
           queries_(arena.zeros<Pair>(kGroups * kGroup * dim_ / 2)),
-          keys_(arena.zeros<Pair>((dim_ + 31) / 32 * 16 * kTile)),
+          staged_(arena.zeros<Pair>(key_pairs(shape))),
           zeros_(arena.zeros<bf16>(dim_)),
-          weights_(arena.zeros<bf16>(kGroup * kTile)) {}
+          weights_(arena.zeros<bf16>(kGroup * kTile)) {
+        for (int part = 0; part < kParts; ++part) keys_[part] = staged_ + part * key_pairs(shape) / kParts;
+    }
 
     void set_queries(int group, const bf16* const* rows, int count) {
         for (int row = 0; row < count; ++row)
@@ -131,41 +172,124 @@ public:
     }
 
     void set_tile(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
-        for (int first = 0; first < kTile; first += 16) {
-            const bf16* rows[16];
-            for (int i = 0; i < 16; ++i) {
-                const int key = first + i;
-                const bool seen = key >= tile.begin && key < tile.end;
-                rows[i] = seen ? tile.keys[key / kSpan] + key % kSpan * dim_ : zeros_;
-            }
-            for (int64_t d = 0; d < dim_; d += 32) {
-                prefetch.issue(prefetch.share(kTile / 16 * ((dim_ + 31) / 32)));
-                transpose_pairs(rows, d, dim_, keys_ + d / 2 * kTile + first, kTile);
-            }
-        }
-        values_.set(tile, prefetch, prefetch.share(kTile / 2));
+        if (in_pairs_)
+            find_keys(tile, keys_);
+        else
+            stage_keys(tile, prefetch);
+        values_.set(tile, prefetch, in_pairs_ ? 0 : prefetch.share(kTile / 2));
+        first_pair_ = tile.begin / 2;
+        last_pair_ = (tile.end + 1) / 2;
         prefetch_ = &prefetch;
     }
 
     void scores(int group, int count, float* s) const {
-        multiply<PairUnit>(queries_ + group * kGroup * dim_ / 2, dim_ / 2, keys_, kTile, s, kTile, count, kTile,
-                           dim_ / 2, false, *prefetch_);
+        const Pair* q = queries_ + group * kGroup * dim_ / 2;
+        with_prefetch(*prefetch_, dim_ / 2, [&](const auto& step) {
+            by_rows(count, [&](auto rows, int row) { score<rows.kCount>(q + row * dim_ / 2, s + row * kTile, step); });
+        });
     }
 
     Weight* weights() { return weights_; }
 
     void accumulate(int count, float* acc) const {
-        multiply<PairUnit>(reinterpret_cast<const Pair*>(weights_), kTile / 2, values_.pairs(), values_.stride(), acc,
-                           padded_, count, padded_, kTile / 2, true, *prefetch_);
+        const Pair* w = reinterpret_cast<const Pair*>(weights_);
+        with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
+            by_rows(count, [&](auto rows, int row) { add<rows.kCount>(w + row * kTile / 2, acc + row * padded_, step); });
+        });
     }
 
 private:
+    static constexpr int kParts = kTile / 16;
+
+    // Of a tile whose keys are staged.
+    static int64_t key_pairs(Shape shape) { return shape.in_pairs ? 0 : (shape.head_dim + 31) / 32 * 16 * kTile; }
+
+    template <int N>
+    struct Rows {
+        static constexpr int kCount = N;
+    };
+
+    // Calls f(Rows, first row) until all of `count` rows are done.
+    template <class F>
+    static void by_rows(int count, const F& f) {
+        int row = 0;
+        for (; row + 4 <= count; row += 4) f(Rows<4>(), row);
+        for (; row + 2 <= count; row += 2) f(Rows<2>(), row);
+        for (; row < count; ++row) f(Rows<1>(), row);
+    }
+
+    void stage_keys(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
+        const int64_t lines = prefetch.share(kParts * ((dim_ + 31) / 32));
+        for (int part = 0; part < kParts; ++part) {
+            const bf16* rows[16];
+            for (int i = 0; i < 16; ++i) {
+                const int key = part * 16 + i;
+                const bool seen = key >= tile.begin && key < tile.end;
+                rows[i] = seen ? tile.keys[key / kSpan] + key % kSpan * dim_ : zeros_;
+            }
+            Pair* const to = staged_ + part * ((dim_ + 31) / 32 * 256);
+            for (int64_t d = 0; d < dim_; d += 32) {
+                prefetch.issue(lines);
+                transpose_pairs(rows, d, dim_, to + d * 8, 16);
+            }
+        }
+    }
+
+    // s [R, kTile] = q k^T.
+    template <int R, class Step>
+    void score(const Pair* q, float* s, const Step& step) const {
+        const int64_t steps = dim_ / 2;
+        const Pair* keys[kParts];
+        for (int part = 0; part < kParts; ++part) keys[part] = keys_[part];
+        Vec sums[R][kParts];
+        for (int r = 0; r < R; ++r)
+            for (int part = 0; part < kParts; ++part) sums[r][part] = splat(0);
+        for (int64_t i = 0; i < steps; ++i) {
+            step();
+            for (int part = 0; part < kParts; ++part) {
+                const __m512i column = _mm512_loadu_si512(keys[part] + i * 16);
+                for (int r = 0; r < R; ++r) sums[r][part] = add_product(sums[r][part], q[r * steps + i], column);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int part = 0; part < kParts; ++part) store(s + r * kTile + part * kLanes, sums[r][part]);
+    }
+
+    // acc [R, padded_dim] += w v.
+    template <int R, class Step>
+    void add(const Pair* w, float* acc, const Step& step) const {
+        int64_t d = 0;
+        for (; d + 4 * kLanes <= padded_; d += 4 * kLanes) add_columns<R, 4>(w, d, acc + d, step);
+        for (; d < padded_; d += kLanes) add_columns<R, 1>(w, d, acc + d, step);
+    }
+
+    template <int R, int N, class Step>
+    void add_columns(const Pair* w, int64_t d, float* acc, const Step& step) const {
+        Vec sums[R][N];
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n) sums[r][n] = load(acc + r * padded_ + n * kLanes);
+        for (int pair = first_pair_; pair < last_pair_; ++pair) {
+            step();
+            const Pair* const v = values_[pair] + d;
+            for (int n = 0; n < N; ++n) {
+                const __m512i column = _mm512_loadu_si512(v + n * kLanes);
+                for (int r = 0; r < R; ++r)
+                    sums[r][n] = add_product(sums[r][n], w[r * kTile / 2 + pair], column);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n) store(acc + r * padded_ + n * kLanes, sums[r][n]);
+    }
+
     const int64_t dim_, padded_;
+    const bool in_pairs_;
     ValuePairs values_;
     Pair* const queries_;  // [kGroups, kGroup, head_dim / 2]
-    Pair* const keys_;     // [head_dim / 2, kTile]: pairs of dimensions, transposed
+    Pair* const staged_;   // [kParts, head_dim / 2, 16], unless keys are read in place
     bf16* const zeros_;    // [head_dim]
     bf16* const weights_;  // [kGroup, kTile]
+    const Pair* keys_[kParts];
+    int first_pair_ = 0, last_pair_ = 0;  // of those that some row sees
     Prefetch<bf16>* prefetch_ = nullptr;
 };
 
@@ -181,8 +305,8 @@ struct alignas(64) TileConfig {
 // The compiler does not know that tile instructions access memory.
 inline void fence() { asm volatile("" ::: "memory"); }
 
-// Scores are computed transposed, K q^T: so keys are read from the cache in place, and only the few query rows and the
-// scores themselves are transposed.
+// Without a cache in pairs, scores are computed transposed, K q^T: so keys are read from the cache in place all the same,
+// and only the few query rows and the scores themselves are transposed. Either product is the same sum.
 class BFloat16Engine {
 public:
     using Storage = bf16;
@@ -199,6 +323,7 @@ public:
         : dim_(shape.head_dim),
           wide_((shape.head_dim + 31) / 32 * 32),
           padded_(shape.padded_dim()),
+          in_pairs_(shape.in_pairs),
           direct_(dim_ == wide_ && shape.block_size % 16 == 0),
           values_(arena, shape),
           queries_(arena.zeros<Pair>(kGroups * kGroup * wide_ / 2)),
@@ -214,18 +339,23 @@ public:
     BFloat16Engine(const BFloat16Engine&) = delete;
 
     void set_queries(int group, const bf16* const* rows, int count) {
+        Pair* to = queries_ + group * kGroup * wide_ / 2;
+        if (in_pairs_) {
+            for (int row = 0; row < count; ++row) std::memcpy(to + row * wide_ / 2, rows[row], dim_ * sizeof(bf16));
+            return;
+        }
         const bf16* all[kGroup];
         for (int row = 0; row < kGroup; ++row) all[row] = row < count ? rows[row] : zeros_;
-        Pair* to = queries_ + group * kGroup * wide_ / 2;
         for (int64_t d = 0; d < dim_; d += 32) transpose_pairs(all, d, dim_, to + d * 8, 16);
     }
 
     void set_tile(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
-        for (int i = 0; i < kTile / 16; ++i) {
+        if (in_pairs_) find_keys(tile, pairs_);
+        for (int i = 0; i < kTile / 16 && !in_pairs_; ++i) {
             const bf16* in_place = tile.keys[2 * i] ? tile.keys[2 * i] : zeros_;
             keys_[i] = direct_ ? in_place : staged_ + 16 * i * wide_;
         }
-        if (!direct_) stage_keys(tile);
+        if (!in_pairs_ && !direct_) stage_keys(tile);
         prefetch_ = &prefetch;
         // The rest is prefetched between the products.
         values_.set(tile, prefetch, prefetch.lines() * 3 / 8 / (kTile / 2));
@@ -236,30 +366,21 @@ public:
 
     void scores(int group, int, float* s) const {
         const Pair* q = queries_ + group * kGroup * wide_ / 2;
-        const int64_t stride = wide_ * sizeof(bf16);
         fence();
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t d = 0; d < wide_; d += 32) {
-            _tile_loadd(4, q + d * 8, 64);
-            _tile_loadd(5, keys_[0] + d, stride);
-            _tile_dpbf16ps(0, 5, 4);
-            _tile_loadd(6, keys_[1] + d, stride);
-            _tile_dpbf16ps(1, 6, 4);
-            _tile_loadd(7, keys_[2] + d, stride);
-            _tile_dpbf16ps(2, 7, 4);
-            _tile_loadd(5, keys_[3] + d, stride);
-            _tile_dpbf16ps(3, 5, 4);
-            prefetch_->issue(kLinesBetween);
-        }
-        _tile_stored(0, transposed_, 64);
-        _tile_stored(1, transposed_ + 256, 64);
-        _tile_stored(2, transposed_ + 512, 64);
-        _tile_stored(3, transposed_ + 768, 64);
+        in_pairs_ ? multiply_pairs(q) : multiply_keys(q);
+        float* const to = in_pairs_ ? s : transposed_;
+        // The next 16 keys are beside the ones before, or below them.
+        const int64_t stride = sizeof(float) * (in_pairs_ ? kTile : kGroup), next = in_pairs_ ? 16 : 16 * kGroup;
+        _tile_stored(0, to, stride);
+        _tile_stored(1, to + next, stride);
+        _tile_stored(2, to + 2 * next, stride);
+        _tile_stored(3, to + 3 * next, stride);
         fence();
-        for (int key = 0; key < kTile; key += 16) {
+        for (int key = 0; key < kTile && !in_pairs_; key += 16) {
             __m512i r[16];
             for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(transposed_ + (key + i) * kGroup);
             transpose(r);
@@ -278,6 +399,39 @@ public:
     }
 
 private:
+    // Tiles 0 to 3 += q k^T, 16 keys each.
+    void multiply_pairs(const Pair* q) const {
+        for (int64_t d = 0; d < wide_; d += 32) {
+            _tile_loadd(4, q + d / 2, wide_ * sizeof(bf16));
+            _tile_loadd(5, pairs_[0] + d * 8, 64);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, pairs_[1] + d * 8, 64);
+            _tile_dpbf16ps(1, 4, 6);
+            _tile_loadd(7, pairs_[2] + d * 8, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_loadd(5, pairs_[3] + d * 8, 64);
+            _tile_dpbf16ps(3, 4, 5);
+            prefetch_->issue(kLinesBetween);
+        }
+    }
+
+    // Tiles 0 to 3 += k q^T, 16 keys each.
+    void multiply_keys(const Pair* q) const {
+        const int64_t stride = wide_ * sizeof(bf16);
+        for (int64_t d = 0; d < wide_; d += 32) {
+            _tile_loadd(4, q + d * 8, 64);
+            _tile_loadd(5, keys_[0] + d, stride);
+            _tile_dpbf16ps(0, 5, 4);
+            _tile_loadd(6, keys_[1] + d, stride);
+            _tile_dpbf16ps(1, 6, 4);
+            _tile_loadd(7, keys_[2] + d, stride);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_loadd(5, keys_[3] + d, stride);
+            _tile_dpbf16ps(3, 5, 4);
+            prefetch_->issue(kLinesBetween);
+        }
+    }
+
     void stage_keys(const KVTile<bf16>& tile) {
         for (int key = 0; key < kTile; ++key) {
             const bool seen = key >= tile.begin && key < tile.end;
@@ -295,7 +449,7 @@ private:
         if (N > 2) _tile_loadd(2, acc + 32, stride);
         if (N > 3) _tile_loadd(3, acc + 48, stride);
         for (int half = begin_ / 32; half * 32 < end_; ++half) {
-            const Pair* v = values_.pairs() + half * 16 * values_.stride() + column;
+            const Pair* v = values_[half * 16] + column;
             _tile_loadd(4, weights_ + half * 32, kTile * sizeof(bf16));
             _tile_loadd(5, v, value_stride);
             _tile_dpbf16ps(0, 4, 5);
@@ -323,21 +477,23 @@ private:
     static constexpr int64_t kLinesBetween = 40;
 
     const int64_t dim_, wide_, padded_;
+    const bool in_pairs_;
     const bool direct_;  // keys can be read in place: 16 adjacent ones, and whole steps of 32 dimensions
     ValuePairs values_;
-    Pair* const queries_;      // [kGroups, wide / 32, 16 pairs, kGroup]
+    Pair* const queries_;      // [kGroups, wide / 32, 16 pairs, kGroup]; in pairs, [kGroups, kGroup, wide / 2]
     bf16* const staged_;       // [kTile, wide]
     bf16* const zeros_;        // [kGroup, wide]
     bf16* const weights_;      // [kGroup, kTile]
     float* const transposed_;  // [kTile, kGroup]
     const bf16* keys_[kTile / 16];
+    const Pair* pairs_[kTile / 16];
     Prefetch<bf16>* prefetch_ = nullptr;
     int begin_ = 0, end_ = 0;
 };
 
 #endif
 
-// The engine for a cache of integers: it takes the products of integers and scales, rounded to bfloat16.
+// The engine for a cache of integers, which is not in pairs: it takes the products of integers and scales, rounded to bfloat16.
 class DequantizingEngine {
 public:
     using Storage = bf16;
@@ -387,7 +543,7 @@ private:
     bf16* const values_;  // [kTile, head_dim]
     BFloat16Engine engine_;
     KVTile<bf16> tile_;
-    Prefetch<bf16> nothing_{nullptr, 0};
+    Prefetch<bf16> nothing_{nullptr, Shape()};
 };
 
 }  // namespace penstock::ISA

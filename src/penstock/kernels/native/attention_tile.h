@@ -28,6 +28,7 @@ constexpr int kGroups = 4;  // groups of one work item
 // A cached row has head_dim numbers; a value is value_dim adjacent ones of such a row.
 struct Shape {
     int64_t head_dim, value_dim, block_size;
+    bool in_pairs;  // the cache is one in pairs (kv_rows.h)
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }  // of a value
 };
 
@@ -99,9 +100,9 @@ template <class C>
 class Prefetch {
 public:
     // A null `next` requests nothing.
-    Prefetch(const KVTiles<C>* next, int64_t head_dim) : next_(next) {
+    Prefetch(const KVTiles<C>* next, Shape shape) : next_(next), phases_(shape.in_pairs ? 2 : 4) {
         if (!next) return;
-        piece_bytes_ = next->spans * kSpan * row_size<C>(head_dim) * sizeof(C);
+        piece_bytes_ = next->spans * kSpan * row_size<C>(shape.head_dim) * sizeof(C);
         begin_piece();
     }
 
@@ -111,8 +112,9 @@ public:
         return (next_->has_values ? 2 : 1) * kTile / kSpan / next_->spans * piece_bytes_ / 64;
     }
 
-    // Lines to request in each of `steps` steps of one of the four phases: keys, values, scores, accumulation.
-    int64_t share(int64_t steps) const { return (lines() / 4 + steps - 1) / steps; }
+    // Lines to request in each of `steps` steps of one of the phases: scores and accumulation, and before them keys and
+    // values, unless these are read in place.
+    int64_t share(int64_t steps) const { return (lines() / phases_ + steps - 1) / steps; }
 
     inline __attribute__((always_inline)) void issue(int64_t lines) {
         for (; lines > 0 && at_ < end_; --lines) {
@@ -141,6 +143,7 @@ private:
     }
 
     const KVTiles<C>* next_;
+    int64_t phases_;
     int64_t piece_bytes_ = 0, head_ = 0;
     int span_ = 0;
     bool values_ = false;
@@ -187,15 +190,23 @@ inline void multiply_all(const typename Unit::Item* a, int64_t lda, const typena
     for (; n < columns; n += kLanes) multiply_columns<Unit, 1>(a, lda, b + n, ldb, c + n, ldc, rows, k, add, step);
 }
 
-// c [rows, columns] (+)= a [rows, k] b [k, columns]; columns is a multiple of 16. Prefetches a phase's share of lines.
+// Calls f(step) for a function that prefetches, in each of `steps` calls, its part of a phase's share of lines.
+template <class C, class F>
+inline void with_prefetch(Prefetch<C>& prefetch, int64_t steps, const F& f) {
+    const int64_t lines = prefetch.share(steps);
+    if (lines > 0)
+        f([&] { prefetch.issue(lines); });
+    else
+        f([] {});
+}
+
+// c [rows, columns] (+)= a [rows, k] b [k, columns]; columns is a multiple of 16.
 template <class Unit, class C>
 inline void multiply(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
                      int64_t ldc, int rows, int64_t columns, int64_t k, bool add, Prefetch<C>& prefetch) {
-    const int64_t lines = prefetch.share(k * ((columns + kWide * kLanes - 1) / (kWide * kLanes)));
-    if (lines > 0)
-        multiply_all<Unit>(a, lda, b, ldb, c, ldc, rows, columns, k, add, [&] { prefetch.issue(lines); });
-    else
-        multiply_all<Unit>(a, lda, b, ldb, c, ldc, rows, columns, k, add, [] {});
+    with_prefetch(prefetch, k * ((columns + kWide * kLanes - 1) / (kWide * kLanes)), [&](const auto& step) {
+        multiply_all<Unit>(a, lda, b, ldb, c, ldc, rows, columns, k, add, step);
+    });
 }
 
 }  // namespace penstock::ISA

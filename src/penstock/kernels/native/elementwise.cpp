@@ -259,22 +259,22 @@ void rope_head(const Rope& rope, const T* x, T* out, const W* norm, int64_t toke
     rotate(x, out, cos_sin, rope.rotary_dim, rope.head_dim);
 }
 
-// The key of a row of the cache.
+// The key at `offset` of a block, the first of whose keys is at `keys`.
 template <class T, class W>
-void store_key(const Rope& rope, const T* x, T* to, const W* norm, int64_t token) {
-    rope_head(rope, x, to, norm, token);
+void rotate_and_store(const Rope& rope, const T* x, T* keys, int64_t offset, const W* norm, int64_t token) {
+    rope_head(rope, x, keys + offset * rope.head_dim, norm, token);
 }
-template <class T, class W>
-void store_key(const Rope& rope, const T* x, int8_t* to, const W* norm, int64_t token) {
+template <class T, class W, class C>
+void rotate_and_store(const Rope& rope, const T* x, C* keys, int64_t offset, const W* norm, int64_t token) {
     T rotated[kMostHeadDim];
     rope_head(rope, x, rotated, norm, token);
-    store_row(rotated, rope.head_dim, to);
+    store_key(rotated, rope.head_dim, keys, offset);
 }
 
-// The cache consists of rows of C.
+// The cache consists of C.
 template <class T, class W, class C>
 void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
-    const int64_t planes = rope.latent ? 1 : 2, dim = rope.head_dim, row = row_size<C>(dim);
+    const int64_t planes = rope.latent ? 1 : 2, dim = rope.head_dim;
     const int64_t heads = rope.num_heads + planes * rope.num_kv_heads;
     run_each(rope.tokens, heads * dim, rope.threads, [&](int64_t token) {
         T* q = static_cast<T*>(qkv) + token * heads * dim;
@@ -284,13 +284,15 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
         if (slot < 0 || rope.num_kv_heads == 0) return;
         const T* k = q + rope.num_heads * dim;
         const T* v = k + rope.num_kv_heads * dim;
-        const int64_t head_stride = rope.block_size * row, value_offset = rope.num_kv_heads * head_stride;
-        C* to = static_cast<C*>(kv_cache) + slot / rope.block_size * planes * value_offset + slot % rope.block_size * row;
+        const int64_t head_stride = rope.block_size * row_size<C>(dim), value_offset = rope.num_kv_heads * head_stride;
+        const int64_t offset = slot % rope.block_size;
+        C* keys = static_cast<C*>(kv_cache) + slot / rope.block_size * planes * value_offset;
         T normed[kMostHeadDim];
-        for (int64_t head = 0; head < rope.num_kv_heads; ++head, to += head_stride) {
-            store_key(rope, k + head * dim, to, static_cast<const W*>(rope.k_norm), token);
+        for (int64_t head = 0; head < rope.num_kv_heads; ++head, keys += head_stride) {
+            rotate_and_store(rope, k + head * dim, keys, offset, static_cast<const W*>(rope.k_norm), token);
             if (rope.latent) continue;
-            store_row(norm_head(rope, v + head * dim, normed, static_cast<const W*>(rope.v_norm)), dim, to + value_offset);
+            const T* value = norm_head(rope, v + head * dim, normed, static_cast<const W*>(rope.v_norm));
+            store_value(value, dim, keys + value_offset, offset);
         }
     });
 }
@@ -388,9 +390,14 @@ PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
  const void* k_norm, const void* v_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
  int64_t rotary_dim, int64_t block_size, int64_t threads, float eps, int32_t dtype, int32_t latent,
- int32_t has_float_norms, int32_t has_int8_cache) {
+ int32_t has_float_norms, int32_t has_int8_cache, int32_t in_pairs) {
     const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  v_norm, tokens,     num_heads,
                     num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps,    latent != 0};
+#if defined(__AVX512BF16__)
+    if (in_pairs)
+        return has_float_norms ? rope_and_store_kv<bf16, float, Paired>(rope, qkv, kv_cache)
+                               : rope_and_store_kv<bf16, bf16, Paired>(rope, qkv, kv_cache);
+#endif
 #define CALL(T)                                                                        \
     has_float_norms ? rope_and_store_kv<T, float>(rope, qkv, kv_cache, has_int8_cache) \
                     : rope_and_store_kv<T, T>(rope, qkv, kv_cache, has_int8_cache)

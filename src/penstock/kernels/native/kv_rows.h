@@ -1,5 +1,9 @@
 // How the KV cache stores the vector of a token and a head: its numbers, or int8 integers and then their scale, a
 // float32. A scale depends on its vector alone, so an integer does not depend on what is stored beside it.
+//
+// A cache in pairs has other places for the numbers of 16 adjacent tokens and a head, which are the operands of products
+// of pairs: keys [head_dim / 2, 16 tokens, 2], and values [8 pairs of tokens, head_dim, 2]. The tokens' bytes together are
+// where their rows would be. `kernels/kv_rows.py` knows which caches these are.
 #pragma once
 
 #include <cfloat>
@@ -49,6 +53,45 @@ inline void store_row(const T* x, int64_t dim, int8_t* to) {
         to[d] = static_cast<int8_t>((number / divisor + kMagic) - kMagic);
     }
     std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+using Pair = uint32_t;  // two neighbouring bf16
+
+#if defined(__AVX512BF16__)
+
+// A number of a cache in pairs.
+struct Paired {
+    bf16 number;
+};
+
+// Stores the numbers x [dim] of the token at `offset` of a block, the first of whose keys is at `keys`.
+inline void store_key(const bf16* x, int64_t dim, Paired* keys, int64_t offset) {
+    Pair* const to = reinterpret_cast<Pair*>(keys + offset / 16 * 16 * dim) + offset % 16;
+    for (int64_t d = 0; d < dim / 2; ++d) std::memcpy(to + d * 16, x + 2 * d, sizeof(Pair));
+}
+
+// Stores the numbers x [dim] likewise. Another thread may be storing the other token of the pair.
+inline void store_value(const bf16* x, int64_t dim, Paired* values, int64_t offset) {
+    const int64_t odd = offset % 2;
+    Paired* const to = values + (offset - odd) * dim;
+    for (int64_t d = 0; d < dim; d += 16) {
+        const __m512i numbers = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + d)));
+        odd ? _mm512_mask_storeu_epi16(to + 2 * d, 0xaaaaaaaa, _mm512_slli_epi32(numbers, 16))
+            : _mm512_mask_storeu_epi16(to + 2 * d, 0x55555555, numbers);
+    }
+}
+
+#endif
+
+// Stores a key as a row.
+template <class T, class C>
+inline void store_key(const T* x, int64_t dim, C* keys, int64_t offset) {
+    store_row(x, dim, keys + offset * row_size<C>(dim));
+}
+
+template <class T, class C>
+inline void store_value(const T* x, int64_t dim, C* values, int64_t offset) {
+    store_row(x, dim, values + offset * row_size<C>(dim));
 }
 
 // Reads the numbers of a row.

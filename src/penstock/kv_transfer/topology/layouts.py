@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
-from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
+from penstock.messages.kv_layout import PAIR_TOKENS, KVLayout, LayerLayout, MemoryRegion
 from penstock.utils.errors import PeerError
 
 AXES = frozenset({"block", "kv", "head", "token", "dim"})
@@ -55,10 +55,19 @@ def check_fit(local: LayerLayout, remote: LayerLayout) -> None:
                 f"layer {local.name!r}: the {what} is {mine} here and {theirs} in the other engine; "
                 "both engines must run the same model with the same KV data type"
             )
+    if local.in_pairs != remote.in_pairs:
+        raise PeerError(
+            f"layer {local.name!r}: keys and values are stored {_order(local)} here and {_order(remote)} in the other "
+            f"engine; both need the same kind of processor, and block sizes that are multiples of {PAIR_TOKENS}"
+        )
 
 
 def _kind(layer: LayerLayout) -> str:
     return "recurrent" if layer.is_recurrent else "attention"
+
+
+def _order(layer: LayerLayout) -> str:
+    return "in pairs" if layer.in_pairs else "by rows"
 
 
 def check_layout(layout: KVLayout) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.kv_transfer.topology.layouts import Placement, check_fit, extent
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, NULL_BLOCK
-from penstock.messages.kv_layout import KVLayout, LayerLayout
+from penstock.messages.kv_layout import PAIR_TOKENS, KVLayout, LayerLayout
 from penstock.messages.kv_transfer import ShardId
 from penstock.utils.errors import PeerError
 from penstock.utils.math import round_up
@@ -127,6 +127,7 @@ class SliceShape:
     itemsize: int
     first_block: int
     is_recurrent: bool
+    in_pairs: bool
 
     @classmethod
     def of(cls, layer: LayerLayout, part: LayerSlice) -> SliceShape:
@@ -145,6 +146,7 @@ class SliceShape:
             itemsize=DTYPE_BYTES[layer.dtype],
             first_block=layer.first_block,
             is_recurrent=layer.is_recurrent,
+            in_pairs=layer.in_pairs,
         )
 
     def token_offsets(self, block_ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -224,6 +226,8 @@ class _Pair:
     def _inside(self, num_tokens: int) -> np.ndarray:  # [n, 3]
         """Returns the pieces of `num_tokens` tokens of one block, relative to the first of them."""
         local, remote = self.local, self.remote
+        if local.in_pairs and num_tokens % PAIR_TOKENS:
+            raise PeerError(f"{num_tokens} tokens are not a whole number of {PAIR_TOKENS}, which are stored together")
         axes = [(local.num_rows(num_tokens), local.token[1], remote.token[1])]
         for mine, theirs in ((local.head, remote.head), (local.kv, remote.kv), (local.dim, remote.dim)):
             axes.append((mine[0], mine[1], theirs[1]))
