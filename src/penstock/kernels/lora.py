@@ -24,6 +24,7 @@ from penstock.messages.adapters import NO_SLOT
 from penstock.utils.math import cdiv, round_up
 
 _LANES, _MOST_RANKS = 16, 8 * 512  # of the native kernel, the second of all projections of a layer
+_MOST_ROWS = 8  # that the native kernel computes together
 
 
 class _Adapter(ctypes.Structure):
@@ -43,21 +44,61 @@ class _Site(ctypes.Structure):
 
     _fields_ = (
         ("adapters", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
     )
 
 
+class _Groups(ctypes.Structure):
+    """`Groups` in native/lora.cpp."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+    )
+
+
 class RowSlots:
-    """The slot of the adapter of every row of a step, in memory that does not move."""
+    """The slot of the adapter of every row of a step, in memory that does not move.
+
+    The rows of one adapter are computed together, so that its weights are read once for several of them.
+    """
 
     def __init__(self, max_num_rows: int) -> None:
-        self.slots = torch.full((max_num_rows,), NO_SLOT, dtype=torch.int32)
+        self.num_rows = 0
+        self.slots = np.full(max_num_rows, NO_SLOT, dtype=np.int32)
+        self._rows = np.zeros(max_num_rows, dtype=np.int32)  # those with adapters, by slot
+        self._starts = np.zeros(max_num_rows + 1, dtype=np.int32)  # of groups of rows with one slot
+        self._group_slots = np.zeros(max_num_rows, dtype=np.int32)
+        arrays = self._starts, self._rows, self._group_slots
+        self._groups = _Groups(0, *(array.ctypes.data for array in arrays))
+        self.address = ctypes.addressof(self._groups)
 
     def set(self, slots: np.ndarray) -> None:
         """Sets those of the first rows, [T] int32."""
-        self.slots.numpy()[: len(slots)] = slots
+        self.num_rows = len(slots)
+        self.slots[: len(slots)] = slots
+        rows = np.flatnonzero(slots != NO_SLOT)
+        rows = rows[np.argsort(slots[rows], kind="stable")]
+        self._groups.count = 0
+        if not len(rows):
+            return
+        # If all have one adapter, every thread has the same number of groups.
+        size = cdiv(len(rows), round_up(cdiv(len(rows), _MOST_ROWS), num_threads()))
+        of_rows = slots[rows]
+        firsts = np.flatnonzero(np.diff(of_rows, prepend=NO_SLOT))  # where another slot begins
+        lengths = np.diff(firsts, append=len(rows))
+        starts = [
+            at for first, length in zip(firsts, lengths, strict=True) for at in range(first, first + length, size)
+        ]
+        count = len(starts)
+        self._rows[: len(rows)] = rows
+        self._starts[: count + 1] = [*starts, len(rows)]
+        self._group_slots[:count] = of_rows[starts]
+        self._groups.count = count
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +133,10 @@ class LoraLayer:
         self._num_inputs = num_inputs
         self._parts: list[Sequence[LowRank | None]] = [()] * num_slots
         native = library()
-        self._run = native.function("lora", "pppnnni") if native is not None else None
+        self._run = native.function("lora", "pppnni") if native is not None else None
         self._adapters = (_Adapter * num_slots)()
         address = ctypes.addressof(self._adapters)
-        self._site = _Site(address, rows.slots.data_ptr(), num_inputs, len(self._order))
+        self._site = _Site(address, rows.address, num_inputs, len(self._order))
         self._address = ctypes.addressof(self._site)
         # What the adapters in the slots point to.
         self._memory: list[tuple[torch.Tensor | np.ndarray, ...]] = [()] * num_slots
@@ -122,11 +163,11 @@ class LoraLayer:
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Adds to `out` [T, N], the layer's output, what the rows' adapters make of `x` [T, K]."""
         assert x.dtype == out.dtype and out.is_contiguous() and x.stride(1) == 1, (x.dtype, out.dtype, out.stride())
-        assert len(x) <= len(self._rows.slots), f"{len(x)} rows and slots of {len(self._rows.slots)}"
+        assert len(x) >= self._rows.num_rows, f"{len(x)} rows and slots of {self._rows.num_rows}"
         if self._run is None:
             self._add_reference(x, out)
             return
-        self._run(self._address, x.data_ptr(), out.data_ptr(), x.stride(0), len(x), num_threads(), DTYPE_CODES[x.dtype])
+        self._run(self._address, x.data_ptr(), out.data_ptr(), x.stride(0), num_threads(), DTYPE_CODES[x.dtype])
 
     def _pack(self, slot: int, parts: Sequence[LowRank | None], dtype: torch.dtype) -> None:
         ranks = [0 if part is None else len(part.down) for part in parts]
@@ -172,7 +213,7 @@ class LoraLayer:
         return blocks, torch.cat(packed)
 
     def _add_reference(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        for row, slot in enumerate(self._rows.slots[: len(x)].tolist()):
+        for row, slot in enumerate(self._rows.slots[: self._rows.num_rows].tolist()):
             parts = self._parts[slot] if slot != NO_SLOT else ()
             if not parts:
                 continue
