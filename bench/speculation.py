@@ -1,6 +1,7 @@
 """Speculative decoding compared with plain decoding: tokens per second and acceptance, by task, method and batch size.
 
     python bench/speculation.py [--model demo] [--batch 1 8] [--rounds 3] [--methods ...] [--temperature 1]
+    python bench/speculation.py --adapter 0.05 ...
     python bench/speculation.py --model bench/shapes/qwen3-0.6b --synthetic 0.76 0.45 0.34 --methods "mtp K=1" ...
 
 The tasks repeat parts of the prompt to different degrees: `lookup` answers questions about facts, `copy` repeats a
@@ -8,6 +9,7 @@ list, `json` converts a sentence to JSON, `schema` does so within a JSON schema,
 drafted runs alternate; printed are the plain run's median tokens per second, and for each method the ratio of the
 medians and the share of accepted drafts; then the best table of drafts by batch size for these figures.
 
+With `--adapter` the model has a random LoRA adapter of rank 16 of this scale (`bench/lora.py`), and drafters have none.
 With `--synthetic` the weights are random and drafts are accepted at random, each place with its own probability once
 those before it are accepted: this simulates an engine of that shape with such a drafter.
 """
@@ -16,10 +18,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-from penstock import LLM, SamplingParams, StructuredOutputsParams
+import torch
+from lora import write
+
+from penstock import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 PLACES = ("red box", "blue cup", "old shed", "green bag", "tall jar", "white hut", "small bowl", "grey tent")
@@ -60,12 +67,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp K=3 drawn": {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
 }
 PROMPT_TOKENS = 64
+RANK = 16
 
 
 def main() -> None:
     args = parse_arguments()
     settings = {"plain": None, **{name: configured(METHODS[name], args) for name in args.methods}}
     engines = {name: make(args, each) for name, each in settings.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        lora: LoRARequest | None = None
+        if args.adapter is not None:
+            torch.manual_seed(0)
+            path = write(Path(folder, "adapter"), engines["plain"].info.lora_targets, RANK, args.adapter)
+            lora = LoRARequest("adapter", 1, str(path))
+        compare(args, engines, lora)
+
+
+def compare(args: argparse.Namespace, engines: dict[str, LLM], lora: LoRARequest | None) -> None:
     print("| task | batch | " + " | ".join(engines) + " |\n" + "|---" * (len(engines) + 2) + "|")
     ratios: dict[tuple[str, int], list[float]] = {}
     for task in args.tasks:
@@ -74,7 +92,7 @@ def main() -> None:
             accepted: dict[str, float] = {}
             for number in range(args.rounds + 1):
                 for name, llm in engines.items():
-                    rate, accepted[name] = measure(llm, task, batch, args)
+                    rate, accepted[name] = measure(llm, task, batch, args, lora)
                     if number:
                         rates[name].append(rate)
             plain = statistics.median(rates["plain"])
@@ -96,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=list(METHODS)[:-1], choices=METHODS)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--temperature", type=float, default=0.0, help="drawn drafts need one")
+    parser.add_argument("--adapter", type=float, metavar="SCALE", help="with a random LoRA adapter of the model")
     parser.add_argument("--synthetic", type=float, nargs="+", help="acceptance by place, with random weights")
     args = parser.parse_args()
     if args.synthetic:
@@ -112,10 +131,12 @@ def configured(method: dict[str, Any], args: argparse.Namespace) -> dict[str, An
 
 def make(args: argparse.Namespace, speculative: dict[str, Any] | None) -> LLM:
     random = {"load_format": "dummy", "skip_tokenizer_init": True} if args.synthetic else {}
-    return LLM(args.model, max_model_len=1024, kv_cache_memory=512 << 20, speculative_config=speculative, **random)
+    has_adapter = args.adapter is not None
+    common: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": 512 << 20, "enable_lora": has_adapter}
+    return LLM(args.model, speculative_config=speculative, **common, **random)
 
 
-def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace) -> tuple[float, float]:
+def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace, lora: LoRARequest | None) -> tuple[float, float]:
     """Returns tokens per second for a batch of the task, and the share of accepted drafts."""
     llm.reset_prefix_cache()
     questions, extra = TASKS.get(task, ([], {}))
@@ -123,10 +144,11 @@ def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace) -> tuple[
     params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=not extra, **extra)
     started = time.perf_counter()
     if questions:
-        outputs = llm.chat([[{"role": "user", "content": text}] for text in questions[:batch]], params, use_tqdm=False)
+        chats = [[{"role": "user", "content": text}] for text in questions[:batch]]
+        outputs = llm.chat(chats, params, use_tqdm=False, lora_request=lora)
     else:
         prompts = [[(i * 31 + j * 7) % 1000 for j in range(PROMPT_TOKENS)] for i in range(batch)]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
     seconds = time.perf_counter() - started
     drafted = sum(output.num_draft_tokens for output in outputs)
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)

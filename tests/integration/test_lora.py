@@ -188,10 +188,14 @@ def test_an_adapter_that_cannot_be_read_again_fails_its_requests_alone(adapters:
     shutil.rmtree(llm._adapters.get(one.lora_name).folder)  # pyright: ignore
     for _ in range(2):
         failed, right = llm.generate([prompt] * 2, params, use_tqdm=False, lora_request=[one, None])
-        assert "cannot be loaded" in str(failed.error)
+        assert "load the adapter again" in str(failed.error)
         assert answer(right) == adapters.expected[0][0]
         assert Adapters.answers(llm, [requests()[0]], [other]) == [adapters.expected[2][0]]
         llm.check_integrity()
+    # It works again after it was loaded again, also while its slot has failed.
+    assert llm.generate([prompt], params, use_tqdm=False, lora_request=one)[0].error is not None
+    llm.generate([prompt], params, use_tqdm=False, lora_request=replace(one, lora_name="again"))
+    assert Adapters.answers(llm, [requests()[0]], [one]) == [adapters.expected[1][0]]
     llm.shutdown()
 
 
@@ -383,6 +387,30 @@ def demo_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_adapter(tmp_path_factory.mktemp("allowed") / "adapter", sizes, rank=8)
 
 
+HEADS: list[dict[str, Any]] = [
+    {"method": "mtp", "num_speculative_tokens": 2},
+    {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 2},
+]
+
+
+def test_heads_draft_without_the_adapter(demo_adapter: Path) -> None:
+    """Drafts of heads that read the adapted model's states change no token, with an adapter and beside it."""
+    lora = LoRARequest("a", 1, str(demo_adapter))
+    prompts = ["Once upon a time", "The red box is in"] * 2
+    found: list[list[list[int]]] = []
+    for speculative in (None, *HEADS):
+        llm = LLM("demo", enable_lora=True, max_model_len=256, speculative_config=speculative)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[None, None, lora, lora])
+        found.append([output.outputs[0].token_ids for output in outputs])
+        if speculative is not None:
+            assert sum(output.num_accepted_tokens for output in outputs[:2]) > 0
+            assert all(output.num_draft_tokens for output in outputs)
+        llm.check_integrity()
+        llm.shutdown()
+    assert found[0] == found[1] == found[2]
+    assert found[0][:2] != found[0][2:]
+
+
 def test_the_server(demo_adapter: Path, tmp_path: Path) -> None:
     allowed = ("--lora-allowed-path", str(demo_adapter.parent))
     module = ("--lora-modules", json.dumps({"name": "first", "path": str(demo_adapter)}))
@@ -413,6 +441,7 @@ def test_the_server(demo_adapter: Path, tmp_path: Path) -> None:
         assert 'max_lora="8",model_name="demo",running_lora_adapters="",waiting_lora_adapters=""' in scrape
         described = call(server.url, "GET", "/version").json()["engine"]
         assert described["max_loras"] == 8
+        assert described["lora_bytes"] > 8 * sum(each.stat().st_size for each in demo_adapter.glob("*.safetensors"))
         assert "lora_targets" not in described
         assert change("unload", lora_name="second", lora_int_id=2)[0] == 200
         assert text("second")[0] == 404

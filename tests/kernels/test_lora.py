@@ -128,3 +128,12 @@ def test_a_slot_is_replaced_and_cleared(isa: str | None) -> None:
     assert torch.equal(added(layer, rows, [0, 0], x, out), out)
     layer.load(2, [None] * len(sizes), torch.bfloat16)
     assert torch.equal(added(layer, rows, [2, 2], x, out), out)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_the_memory_of_a_slot(is_ordered: bool) -> None:
+    sizes, rank = (50, 50), 7
+    order = order_of(sum(sizes)) if is_ordered else None
+    layer = LoraLayer(RowSlots(4), 1, 30, sizes, order, using(native.instruction_sets()[0]))
+    layer.load(0, make_parts(30, sizes, (rank, rank), 1), torch.bfloat16)
+    assert layer.slot_bytes(rank, torch.bfloat16) == sum(each.nbytes for each in layer._memory[0])  # pyright: ignore

@@ -40,6 +40,8 @@ def test_scales_and_patterns(tmp_path: Path) -> None:
     # A pattern matches whole parts of the name.
     assert scales(write_adapter(tmp_path, SIZES, alpha_pattern={"own_proj": 12})) == [2.0, 2.0]
     assert scales(write_adapter(tmp_path, SIZES, r=9, rank_pattern={"q_proj|down_proj": 4})) == [2.0, 2.0]
+    patterns = {r"^model\.layers\.(?:0|[1-9]|1\d)\..*\.(q|k|v)_proj": 12, r"[)+*(]": 3}
+    assert sorted(scales(write_adapter(tmp_path, SIZES, alpha_pattern=patterns))) == [2.0, 3.0]
     found = read_adapter(write_adapter(tmp_path, {"model.language_model.layers.0.mlp.up_proj": (4, 4)}))
     assert list(found.tensors) == ["model.layers.0.mlp.up_proj"]
 
@@ -64,6 +66,11 @@ def test_scales_and_patterns(tmp_path: Path) -> None:
         ({"lora_alpha": None, "alpha_pattern": {"q_proj": []}}, "lora_alpha"),
         ({"rank_pattern": ["x"]}, "rank_pattern must be an object"),
         ({"rank_pattern": {"(": 4}}, "invalid pattern"),
+        ({"rank_pattern": {"(a+)+x": 4}}, "a repeated group"),
+        ({"alpha_pattern": {".*" * 9 + "x": 4}}, "so many repetitions"),
+        ({"alpha_pattern": {"(a|a)" * 30: 4}}, "so many repetitions"),
+        ({"alpha_pattern": {"(?x)#[\n(a+)+": 4}}, "of groups that begin with"),
+        ({"alpha_pattern": {"a" * 600: 4}}, "at most 512 characters"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
@@ -302,3 +309,18 @@ def test_requests_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank"):
         make_store(max_rank=2).load("x", str(write_adapter(tmp_path, SIZES)))
     assert json.loads((tmp_path / CONFIG).read_text())["r"] == 4
+
+
+def test_copies_of_a_killed_process_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp" / "penstock-lora-killed" / "copy").mkdir(parents=True)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "tmp" / "penstock-lora-link").symlink_to(tmp_path / "kept")
+    source = str(write_adapter(tmp_path / "adapter", SIZES))
+    stores = [make_store() for _ in range(2)]
+    folders = {Path(store.load("a", source).folder).parent for store in stores}
+    assert {each.name for each in folders} | {"penstock-lora-link"} == set(os.listdir(tmp_path / "tmp"))
+    assert (tmp_path / "kept").is_dir()
+    for store in stores:
+        store.close()
+    assert os.listdir(tmp_path / "tmp") == ["penstock-lora-link"]

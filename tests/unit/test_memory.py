@@ -71,6 +71,9 @@ def test_the_memory_left_for_the_cache() -> None:
     assert num_blocks_in_budget(cache_config(kv_cache_memory=3 * GIB), budget, GIB) == 3
     assert num_blocks_in_budget(cache_config(num_blocks_override=7, kv_cache_memory=1), budget, GIB) == 7
     assert MemoryBudget(100 * GIB, 10 * GIB, most=4 * GIB).left(0.9) == 4 * GIB
+    assert MemoryBudget(100 * GIB, 10 * GIB, adapters=30 * GIB).left(0.9) == 50 * GIB
+    with pytest.raises(ConfigError, match=r"95.00 GiB for LoRA adapters, .* or lower max_cpu_loras"):
+        num_blocks_in_budget(cache_config(), MemoryBudget(100 * GIB, 0, adapters=95 * GIB), GIB)
 
 
 def test_a_step_that_fits_into_the_memory_held_by_torch_needs_no_more() -> None:

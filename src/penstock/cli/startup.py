@@ -55,6 +55,11 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         ("context", f"{info.max_model_len:,} tokens"),
         ("weights", f"{weights}, {info.weight_bytes / 2**30:.2f} GiB"),
         ("KV cache", cache),
+        *(
+            (("adapters", f"{info.max_loras} at once; {info.lora_bytes / 2**30:.2f} GiB reserved"),)
+            if info.max_loras
+            else ()
+        ),
         *((("states", _describe_states(info)),) if info.num_states else ()),
         ("loaded in", f"{info.load_seconds:.1f} s"),
     )

@@ -247,10 +247,8 @@ class EngineConfig:
     """The whole resolved configuration. `max_model_len_is_explicit`: it must not be shortened to fit the memory.
 
     Before `on_device` has been called, `device` may be "auto", and numbers in `scheduler` that depend on the device
-    are 0.
-
-    `pooling` is None if the engine generates. With `is_prefix_aware` the engine core reports its KV events, which the
-    front end uses to choose among data parallel ranks.
+    are 0. `pooling` is None if the engine generates. With `is_prefix_aware` the engine core reports its KV events,
+    which the front end uses to choose among data parallel ranks.
     """
 
     model: ModelConfig
@@ -374,7 +372,9 @@ def resolve(args: EngineArgs) -> EngineConfig:
         kv_events=_kv_events(args),
         is_prefix_aware=_is_prefix_aware(args),
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
-        lora=parse_lora(args, pools=pooling is not None) if args.enable_lora else None,
+        lora=parse_lora(args.max_loras, args.max_lora_rank, args.max_cpu_loras, parallel.backend, pooling is not None)
+        if args.enable_lora
+        else None,
     )
 
 

@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.config.fields import read_count
 from penstock.config.model import read_json
+from penstock.config.name_patterns import ends_with_match
 from penstock.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,33 +73,22 @@ class LoraFiles:
     tensors: dict[str, LoraTensors]
 
 
-class LoraArgs(Protocol):
-    """The engine arguments for adapters, and others on which they depend."""
-
-    @property
-    def max_loras(self) -> int: ...
-    @property
-    def max_lora_rank(self) -> int: ...
-    @property
-    def max_cpu_loras(self) -> int | None: ...
-    @property
-    def distributed_executor_backend(self) -> str | None: ...
-
-
-def parse_lora(args: LoraArgs, *, pools: bool) -> LoraConfig:
-    """`pools`: the engine generates no tokens. Raises ConfigError naming the argument and its limit."""
+def parse_lora(max_loras: int, max_lora_rank: int, max_cpu_loras: int | None, backend: str, pools: bool) -> LoraConfig:
+    """`backend` runs the ranks; `pools`: the engine generates no tokens. Raises ConfigError naming the argument and its
+    limit.
+    """
     if pools:
         raise ConfigError("enable_lora needs an engine that generates: this one pools (runner=pooling)")
-    if args.distributed_executor_backend == "ray":
+    if backend == "ray":
         raise ConfigError("enable_lora needs ranks on one host, which share the adapters' files: use mp or uniproc")
-    if not 1 <= args.max_lora_rank <= MAX_RANK:
-        raise ConfigError(f"max_lora_rank must be from 1 to {MAX_RANK}, got {args.max_lora_rank}")
-    if not 1 <= args.max_loras <= MAX_ADAPTERS:
-        raise ConfigError(f"max_loras must be from 1 to {MAX_ADAPTERS}, got {args.max_loras}")
-    most = args.max_loras if args.max_cpu_loras is None else args.max_cpu_loras
-    if not args.max_loras <= most <= MAX_ADAPTERS:
-        raise ConfigError(f"max_cpu_loras must be from max_loras={args.max_loras} to {MAX_ADAPTERS}, got {most}")
-    return LoraConfig(num_slots=most, max_running=args.max_loras, max_rank=args.max_lora_rank)
+    if not 1 <= max_lora_rank <= MAX_RANK:
+        raise ConfigError(f"max_lora_rank must be from 1 to {MAX_RANK}, got {max_lora_rank}")
+    if not 1 <= max_loras <= MAX_ADAPTERS:
+        raise ConfigError(f"max_loras must be from 1 to {MAX_ADAPTERS}, got {max_loras}")
+    most = max_loras if max_cpu_loras is None else max_cpu_loras
+    if not max_loras <= most <= MAX_ADAPTERS:
+        raise ConfigError(f"max_cpu_loras must be from max_loras={max_loras} to {MAX_ADAPTERS}, got {most}")
+    return LoraConfig(num_slots=most, max_running=max_loras, max_rank=max_lora_rank)
 
 
 def read_adapter(folder: Path) -> LoraFiles:
@@ -227,8 +217,8 @@ def _of_pattern(file: Path, raw: Mapping[str, Any], field: str, name: str) -> An
         raise ConfigError(f"{file}: {field} must be an object, got {patterns!r}")
     for pattern, value in cast("Mapping[str, Any]", patterns).items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", name):
+            if ends_with_match(pattern, name):
                 return value
-        except (re.error, RecursionError) as error:
-            raise ConfigError(f"{file}: {field} has an invalid pattern {pattern!r}: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"{file}: {field} has an invalid pattern {pattern[:80]!r}: {error}") from None
     return None

@@ -181,6 +181,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         weight_bytes=sum(each.weight_bytes for each in facts),
         fingerprint=plan.fingerprint,
         max_loras=0 if config.lora is None else config.lora.max_running,
+        lora_bytes=sum(each.memory.adapters for each in facts) // config.cache.num_sharers,
         lora_targets={name: target for each in facts for name, target in each.lora_targets.items()},
     )
     return Engine(core, transfer.transfer.connector, config, limits, info)

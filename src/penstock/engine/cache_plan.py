@@ -176,8 +176,9 @@ def num_blocks_in_budget(config: CacheConfig, budget: MemoryBudget, bytes_per_bl
         advice = (
             f"raise it to {needed} at least" if needed <= 1 else "free memory on the device, or take a smaller model"
         )
+        adapters = "max_cpu_loras, max_loras or max_lora_rank, or " if budget.adapters else ""
         raise ConfigError(
             f"gpu_memory_utilization={utilization} leaves no memory for the KV cache ({budget}): {advice}, or lower "
-            "max_num_batched_tokens and max_num_seqs, or set kv_cache_memory"
+            f"{adapters}max_num_batched_tokens and max_num_seqs, or set kv_cache_memory"
         )
     return left // bytes_per_block

@@ -1,12 +1,16 @@
 """The LoRA adapters that a front end serves, by name.
 
 The engine reads a private copy of an adapter's files, so that its tokens do not change with them. A copy is removed
-when its adapter has been unloaded, no request has it, and the engine cores have forgotten it.
+when its adapter has been unloaded, no request has it, and the engine cores have forgotten it. Copies that a killed
+process has left are removed when the next one makes its first copy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import os
 import shutil
 import tempfile
 import weakref
@@ -21,6 +25,7 @@ from penstock.utils.names import is_unicode
 
 _MAX_NAME_LENGTH = 256
 _PIECE_BYTES = 1 << 20
+_PREFIX = "penstock-lora-"  # of the folders with copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +153,9 @@ class AdapterStore:
             source = Path(path).expanduser()
             read_adapter(source)  # before anything is copied
             if self._folder is None or not self._folder.is_dir():
-                self._folder = Path(tempfile.mkdtemp(prefix="penstock-lora-"))
+                self._folder, lock = _make_folder()
                 # Also when the program exits.
-                self._close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+                self._close = weakref.finalize(self, _remove_folder, self._folder, lock)
             copy = Path(tempfile.mkdtemp(dir=self._folder))
             digest = hashlib.sha256(b"penstock adapter\0")
             for file in (CONFIG, WEIGHTS):
@@ -158,8 +163,10 @@ class AdapterStore:
                 digest.update(size.to_bytes(8, "little"))
             check_targets(read_adapter(copy), self._targets, max_rank)
             place = self._place(digest.digest())
-            if not place.exists():
-                copy.rename(place)
+            place.mkdir(exist_ok=True)
+            # Files that are there are replaced by the same, unless they were damaged: then the adapter works again.
+            for file in (CONFIG, WEIGHTS):
+                (copy / file).replace(place / file)
             return Adapter(name, digest.digest(), str(place))
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"the adapter in {path} cannot be copied: {error}") from None
@@ -170,6 +177,32 @@ class AdapterStore:
     def _place(self, digest: bytes) -> Path:
         assert self._folder is not None
         return self._folder / digest.hex()
+
+
+def _make_folder() -> tuple[Path, int]:
+    """Returns a new folder and a descriptor that locks it, and removes those of processes that were killed."""
+    for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        # Other users' cannot be opened, and a link is not followed.
+        with contextlib.suppress(OSError):
+            lock = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other, ignore_errors=True)
+            finally:
+                os.close(lock)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Until it was locked, another process may have taken it for an abandoned one.
+        if folder.is_dir():
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_folder(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _copy_file(source: Path, target: Path, digest: hashlib._Hash) -> int:

@@ -24,6 +24,7 @@ from penstock.messages.adapters import NO_SLOT
 from penstock.utils.math import cdiv, round_up
 
 _LANES, _MOST_RANKS = 16, 8 * 512  # of the native kernel, the second of all projections of a layer
+_BLOCK_NUMBERS = 3  # of int64 in its `Block`
 _MOST_ROWS = 8  # that the native kernel computes together
 
 
@@ -138,6 +139,11 @@ class LoraLayer:
         address = ctypes.addressof(self._adapters)
         self._site = _Site(address, rows.address, num_inputs, len(self._order))
         self._address = ctypes.addressof(self._site)
+        # The first and the last projection of each block of outputs. The last block is filled with its own one's.
+        num_blocks = cdiv(len(self._order), _LANES)
+        padded = np.pad(self._owner, (0, num_blocks * _LANES - len(self._owner)), mode="edge")
+        owners = padded.reshape(num_blocks, _LANES)
+        self._block_owners = owners.min(1), owners.max(1)
         # What the adapters in the slots point to.
         self._memory: list[tuple[torch.Tensor | np.ndarray, ...]] = [()] * num_slots
 
@@ -154,6 +160,13 @@ class LoraLayer:
             self._parts[slot] = parts
         else:
             self._pack(slot, parts, dtype)
+
+    def slot_bytes(self, rank: int, dtype: torch.dtype) -> int:
+        """Returns the memory of an adapter that has this rank in all projections."""
+        first, last = self._block_owners
+        num_ranks = round_up(rank * len(self._sizes), _LANES)
+        num_weights = self._num_inputs * num_ranks + _LANES * rank * int((last - first + 1).sum())
+        return dtype.itemsize * num_weights + 4 * num_ranks + 8 * _BLOCK_NUMBERS * len(first)
 
     def clear(self, slot: int) -> None:
         """Leaves a slot without an adapter."""
@@ -197,11 +210,9 @@ class LoraLayer:
         num_blocks = cdiv(len(self._order), _LANES)
         whole = torch.zeros((num_blocks * _LANES, total), dtype=dtype)
         whole[: len(self._order)] = up[self._order]
-        # The last block is filled with outputs of its own projection.
-        owner = np.pad(self._owner, (0, len(whole) - len(self._owner)), mode="edge").reshape(num_blocks, _LANES)
-        bounds = np.asarray(starts)
-        blocks = np.zeros((num_blocks, 3), np.int64)
-        blocks[:, 0], blocks[:, 1] = bounds[owner.min(1)], bounds[owner.max(1) + 1]
+        bounds, (first_owners, last_owners) = np.asarray(starts), self._block_owners
+        blocks = np.zeros((num_blocks, _BLOCK_NUMBERS), np.int64)
+        blocks[:, 0], blocks[:, 1] = bounds[first_owners], bounds[last_owners + 1]
         sizes = (blocks[:, 1] - blocks[:, 0]) * _LANES
         blocks[1:, 2] = np.cumsum(sizes)[:-1]
         packed: list[torch.Tensor] = []

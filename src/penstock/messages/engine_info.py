@@ -19,8 +19,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
     `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
     over all ranks. Engines with the same `fingerprint` generate the same tokens: it covers the weights, the model's
-    configuration and the arithmetic. `max_loras` is how many adapters run at once, and `lora_targets` are the
-    projections that adapters may change, by name.
+    configuration and the arithmetic. `max_loras` is how many adapters run at once, `lora_bytes` the memory on
+    all ranks that is kept free for those in memory, and `lora_targets` are the projections that adapters may change, by
+    name.
     """
 
     dtype: str
@@ -48,6 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     fingerprint: str = ""
     max_loras: int = 0
+    lora_bytes: int = 0
     lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
 
     def shown(self) -> dict[str, Any]:

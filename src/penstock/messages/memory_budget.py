@@ -13,14 +13,16 @@ class MemoryBudget(msgspec.Struct, frozen=True):
     """How a device's memory is used, in bytes, when the weights are loaded and there is no KV cache yet.
 
     `in_use` covers all processes and memory not allocated by torch; `step` is the additional memory of the largest
-    step, `graphs` that of captured graphs. A cache without a configured size takes at most `most`. Ranks whose budgets
-    name the same `pool` use the same memory; without a name a rank has its own memory.
+    step, `graphs` that of captured graphs, `adapters` that of LoRA adapters in all slots. A cache without a configured
+    size takes at most `most`. Ranks whose budgets name the same `pool` use the same memory; without a name a rank has
+    its own memory.
     """
 
     total: int
     in_use: int
     step: int = 0
     graphs: int = 0
+    adapters: int = 0
     most: int = 1 << 62
     pool: str = ""
 
@@ -32,13 +34,14 @@ class MemoryBudget(msgspec.Struct, frozen=True):
             in_use=max(each.in_use for each in budgets),
             step=sum(each.step for each in budgets),
             graphs=sum(each.graphs for each in budgets),
+            adapters=sum(each.adapters for each in budgets),
             most=min(each.most for each in budgets),
             pool=budgets[0].pool,
         )
 
     @property
     def taken(self) -> int:
-        return self.in_use + self.step + self.graphs
+        return self.in_use + self.step + self.graphs + self.adapters
 
     @property
     def room(self) -> int:
@@ -54,9 +57,10 @@ class MemoryBudget(msgspec.Struct, frozen=True):
         return cdiv(100 * (self.taken + num_bytes), self.total) / 100
 
     def __str__(self) -> str:
+        adapters = f"{_gib(self.adapters)} GiB for LoRA adapters, " if self.adapters else ""
         return (
-            f"{_gib(self.in_use)} GiB in use with the weights, {_gib(self.step)} GiB for the largest step and "
-            f"{_gib(self.graphs)} GiB for graphs, of {_gib(self.total)} GiB"
+            f"{_gib(self.in_use)} GiB in use with the weights, {adapters}{_gib(self.step)} GiB for the largest step "
+            f"and {_gib(self.graphs)} GiB for graphs, of {_gib(self.total)} GiB"
         )
 
 

@@ -47,6 +47,10 @@ class LoraModel:
             for each in projections
         }
 
+    def num_bytes(self, max_rank: int) -> int:
+        """Returns the memory of all slots with adapters of this rank."""
+        return self._num_slots * sum(layer.slot_bytes(max_rank, self._dtype) for layer, _, _ in self._layers)
+
     def register(
         self, projections: Sequence[tuple[str, int, range]], num_inputs: int, order: torch.Tensor | None
     ) -> LoraLayer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.memory_budget import MemoryBudget
@@ -23,7 +25,12 @@ def memory_budget(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfi
     """`cache` is a plan of any size. Raises ConfigError if the largest step does not fit even without it."""
     limits = config.scheduler
     with memory_for("the largest step's tensors", loaded.device, lambda: step_advice(limits)):
-        return parts.memory.budget(lambda: run_largest_steps(config, loaded, cache, parts), _GRAPH_BYTES)
+        budget = parts.memory.budget(lambda: run_largest_steps(config, loaded, cache, parts), _GRAPH_BYTES)
+    if config.lora is None or loaded.lora is None:
+        return budget
+    # The engines that share the memory have adapters each.
+    adapters = loaded.lora.num_bytes(config.lora.max_rank) * config.cache.num_sharers
+    return structs.replace(budget, adapters=adapters)
 
 
 def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig, parts: DeviceParts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 from starlette.requests import Request
@@ -50,4 +51,10 @@ def _fingerprint(service: Service, model: str | None) -> str:
         formats,
         service.default_sampling_params,
     )
+    return _digest(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(parts: tuple[object, ...]) -> str:
+    # Cached: a chat template has kilobytes, and is the same for every stream.
     return hashlib.blake2b(repr(parts).encode("utf-8", "replace"), digest_size=16).hexdigest()
