@@ -439,10 +439,10 @@ def make_small_model(folder: Path) -> str:
     return str(folder)
 
 
-def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[Any]:
-    """Calls a function of this module in a process in which all kernels are those of a GPU."""
+def in_the_interpreter(function: str, *args: Any, module: str = __name__, **kwargs: Any) -> list[Any]:
+    """Calls a module's function in a process in which all kernels are those of a GPU."""
     call = f"{function}(*{args!r}, **{kwargs!r})"
-    code = f"import json\nfrom {__name__} import {function}\nprint(json.dumps({call}))"
+    code = f"import json\nfrom {module} import {function}\nprint(json.dumps({call}))"
     environment = {**os.environ, "PENSTOCK_CPU_ISA": "triton", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -22,18 +22,21 @@ _SMALL = 4000
 
 def isas(kernel: Kernel | None = None) -> list[str | None]:
     """Returns the instruction sets, and None for the reference, unless it is slow because a kernel's state is large."""
+    if kernel is not None and kernel.is_only_reference:
+        return [None]
     is_slow = kernel is not None and math.prod(kernel.state) > _SMALL
     return [*([] if is_slow else [None]), *native.instruction_sets()]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with random weights. `layers` makes it for an instruction set, None being the reference."""
+    """A kernel with random weights. `layers` makes it for an instruction set, None being the reference, or Triton."""
 
     layers: Callable[[str | None], Layer]
     widths: tuple[int, ...]  # of the inputs
     state: tuple[int, int]  # heads, and numbers of a head's state
     draft_width: int  # inputs that are kept of a draft
+    is_only_reference: bool = False  # or Triton
 
     def inputs(self, count: int, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
         return tuple(torch.randn(count, width, generator=generator).to(dtype) for width in self.widths)
@@ -82,13 +85,16 @@ class Engine:
         return self.layer(*inputs, self.states, requests)
 
 
-def check_divisions(kernel: Kernel, dtype: torch.dtype) -> None:
-    count = 45
+DIVISIONS = ([1] * 45, [8, 16, 21], [3, 13, 29], [44, 1])
+
+
+def check_divisions(kernel: Kernel, dtype: torch.dtype, divisions: Sequence[list[int]] = DIVISIONS) -> None:
+    count = sum(divisions[0])
     inputs = kernel.inputs(count, dtype, torch.Generator().manual_seed(2))
     for isa in isas(kernel):
         layer = kernel.layers(isa)
         expected, states = kernel.run(layer, inputs, [count])
-        for chunks in ([1] * count, [8, 16, 21], [3, 13, 29], [44, 1]):
+        for chunks in divisions:
             found, others = kernel.run(layer, inputs, chunks)
             assert torch.equal(found, expected), (isa, chunks)
             assert torch.equal(others, states), (isa, chunks)

@@ -14,6 +14,7 @@ from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
 from tests.grids import exhaustive
+from tests.integration.checkpoints import make_checkpoint
 from tests.integration.test_gpu_runner import DEMO_MODEL, make_family
 from tests.kernels.ahead_cases import in_a_new_process
 
@@ -38,6 +39,17 @@ def test_variants_of_experts_and_latents_are_compiled_ahead(tmp_path: Path) -> N
     walked = in_a_new_process("walked", "meta", engine_args)
     names = ("_grouped_product", "_route", "_combine", "_prefill", "_decode ")
     assert all(any(name in variant for variant in walked) for name in names), walked
+    assert not set(in_a_new_process("served", engine_args)) - set(walked)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3.5", "granite4", "lfm2"])
+def test_variants_of_recurrent_layers_are_compiled_ahead(name: str, tmp_path: Path) -> None:
+    folder = str(make_checkpoint(name, tmp_path))
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    engine_args = {"model": folder, "skip_tokenizer_init": True, "load_format": "dummy", "speculative_config": ngram}
+    walked = in_a_new_process("walked", "meta", engine_args)
+    assert all(any(kernel in variant for variant in walked) for kernel in ("_convolve", "_keep_drafts"))
     assert not set(in_a_new_process("served", engine_args)) - set(walked)
 
 

@@ -45,6 +45,11 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
     assert rms_norm(x[:0], weight, EPS).shape == (0, width)
 
 
+def test_float_weights_are_applied_before_the_quotient_is_rounded() -> None:
+    x, weight = torch.randn(5, 100).half(), torch.randn(100)
+    close(rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS), roundings=1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_rounds_the_sum_then_normalises_it(dtype: torch.dtype) -> None:
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 520), (5, 520), (520,)))
@@ -79,18 +84,20 @@ def test_silu_of_extreme_gates() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "norms", "sizes"),
-    grid(DTYPES, ("", "q", "qk"), ((64, 64), (80, 80), (128, 32), (128, 128), (96, 40), (256, 256))),
+    grid(DTYPES, ("", "q", "qk"), ((64, 64), (64, 0), (80, 80), (128, 32), (128, 128), (96, 40), (256, 256))),
 )
 def test_rope_and_store_kv(dtype: torch.dtype, norms: str, sizes: tuple[int, int]) -> None:
     head_dim, rotary_dim = sizes
     tokens, num_heads, num_kv_heads, block_size = 5, 14, 2, 24
     qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    angles = torch.arange(50)[:, None] / 10000 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))
+    half = rotary_dim // 2
+    angles = torch.arange(50)[:, None] / 10000 ** (torch.arange(half) / max(1, half))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     positions, slots = torch.randint(0, 50, (tokens,)), torch.randperm(4 * block_size)[:tokens]
     slots[2] = -1
-    q_norm = torch.randn(head_dim).to(dtype) if "q" in norms else None
-    k_norm = torch.randn(head_dim).to(dtype) if "k" in norms else None
+    norm_dtype = torch.float32 if norms == "qk" else dtype
+    q_norm = torch.randn(head_dim).to(norm_dtype) if "q" in norms else None
+    k_norm = torch.randn(head_dim).to(norm_dtype) if "k" in norms else None
     caches = [torch.full((4, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype) for _ in range(2)]
     actual, expected = qkv.clone(), qkv.clone()
     for run, out, cache in zip(

@@ -13,6 +13,7 @@ from penstock.kernels.triton.prepare_inputs import (
     finish_step,
     prepare_inputs,
     prepare_sampling,
+    prepare_states,
 )
 from penstock.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from penstock.kernels.triton.rope_and_store_kv import rope_and_store_kv
@@ -37,7 +38,7 @@ MAX_REQS, VOCAB, MAX_BLOCKS, LONGEST, NUM_DRAFTS = 64, 9000, 700, 9999, 5
 
 def test_one_variant_serves_every_step() -> None:
     first, *later = variants_of("tests.kernels.test_triton_specialization", "steps")
-    assert len(first) >= 27
+    assert len(first) >= 28
     assert set(first) >= {"_prepare_inputs", "_finish_step", "_scatter_staged", "_select", "_pick_token", "_verify"}
     assert later == [[]] * len(later)
 
@@ -90,6 +91,7 @@ def _forward(buffers: _Buffers, num_tokens: int, num_reqs: int, offset: int) -> 
     prepare_inputs(rows, starts, buffers.num_computed, buffers.token_ids, buffers.blocks, 16, out)
     logits_rows = SamplingInputs(*(buffer[reqs] for buffer in (buffers.wide[0], buffers.wide[2], buffers.wide[4])))
     prepare_sampling(rows, starts, starts, out.seq_lens, logits_rows)
+    prepare_states(rows, starts, starts, buffers.num_computed, buffers.num_computed, out.seq_lens, out.seq_lens)
     finish_step(
         buffers.wide[4], starts, buffers.wide[5][reqs], rows, out.seq_lens, buffers.num_computed, buffers.token_ids
     )

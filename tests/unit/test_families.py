@@ -407,18 +407,19 @@ def test_a_stage_without_the_layer_whose_keys_it_reads_is_refused_before_weights
 
 
 @pytest.mark.parametrize(
-    ("model_type", "what"),
+    ("model_type", "fields", "what"),
     [
-        ("smollm3", "layers without rotation"),
-        ("olmo2", "norms that are rounded once"),
-        ("gemma3_text", "norms that are rounded once"),
-        ("gemma4_text", "norms that are rounded once"),
-        ("cohere2", "layers without rotation"),
+        ("gemma3_text", {}, "the activation gelu_tanh"),
+        ("gemma4_text", {}, "the activation gelu_tanh"),
+        ("nemotron_h", {"layers_block_type": ["moe", "full_attention"] * 4}, "the activation squared_relu"),
+        ("cohere2", {}, "layer norms"),
     ],
 )
-def test_what_has_no_kernel_on_a_gpu_is_refused_before_weights_are_read(model_type: str, what: str) -> None:
+def test_what_has_no_kernel_on_a_gpu_is_refused_before_weights_are_read(
+    model_type: str, fields: dict[str, Any], what: str
+) -> None:
     source = DummySource(torch.device("cpu"))
     weights = Weights(source, torch.bfloat16, torch.device("meta"))
     with pytest.raises(ConfigError, match=f"the model has {what}, which is computed on a CPU only"):
-        build_model(parse(model_type), weights)
+        build_model(parse(model_type, **fields), weights)
     assert not weights.digest.rows()

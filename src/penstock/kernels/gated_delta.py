@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.config.recurrent import DeltaSizes
+from penstock.kernels.dispatch import triton_module, uses_triton
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.recurrent import STATE_ARGUMENTS, StateRequests, StateSpan
 from penstock.kernels.sigmoid import sigmoid_reference
@@ -48,7 +49,7 @@ class _Descriptor(ctypes.Structure):
 
 
 class GatedDelta:
-    """One layer's rule with its weights, all float32 and on a CPU."""
+    """One layer's rule with its weights, all float32."""
 
     def __init__(
         self,
@@ -64,8 +65,12 @@ class GatedDelta:
         assert conv.shape == (sizes.channels, sizes.taps), (conv.shape, sizes)
         self.sizes, self.eps = sizes, eps
         self.conv = conv.T.contiguous()  # [taps, C]
+        # [K, 2 D + V E / K] int32: which channels are a key head's
+        self.channels = _to_heads(torch.arange(sizes.channels, dtype=torch.int32, device=conv.device)[None], sizes)[
+            :, 0
+        ]
         self.decay, self.dt_bias, self.norm = a_log.exp(), dt_bias.contiguous(), norm.contiguous()
-        native = library() if _is_native(sizes) else None
+        native = library() if _is_native(sizes) and conv.is_cpu else None
         self._run = native.function("gated_delta", f"ppp{STATE_ARGUMENTS}ni") if native is not None else None
         numbers = (self.conv, self.decay, self.dt_bias, self.norm)
         assert all(each.dtype == torch.float32 for each in numbers), [each.dtype for each in numbers]
@@ -91,10 +96,12 @@ class GatedDelta:
         sizes = self.sizes
         assert qkv.shape[1] == sizes.channels and gates.shape[1] == sizes.value_heads * (sizes.value_size + 2), sizes
         assert states.shape[1:] == (sizes.key_heads, sizes.head_size), states.shape
-        if self._run is None:
-            return gated_delta_reference(self, qkv, gates, states, requests)
         assert qkv.is_contiguous() and gates.is_contiguous(), "strided inputs"
         assert qkv.dtype == gates.dtype, (qkv.dtype, gates.dtype)
+        if uses_triton(qkv):
+            return triton_module("gated_delta").gated_delta(self, qkv, gates, states, requests)
+        if self._run is None:
+            return gated_delta_reference(self, qkv, gates, states, requests)
         out = qkv.new_empty((len(qkv), sizes.value_heads * sizes.value_size))
         self._run(
             self._address,

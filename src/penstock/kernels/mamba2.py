@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.config.recurrent import MambaSizes
+from penstock.kernels.dispatch import triton_module, uses_triton
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.recurrent import STATE_ARGUMENTS, StateRequests, StateSpan
 from penstock.kernels.sigmoid import sigmoid_reference
@@ -49,7 +50,7 @@ class _Descriptor(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class MambaWeights:
-    """All float32 and on a CPU."""
+    """All float32."""
 
     conv: torch.Tensor  # [C, taps]
     bias: torch.Tensor  # [C]: of the convolution
@@ -68,10 +69,11 @@ class Mamba2:
         assert weights.conv.shape == (sizes.channels, sizes.taps), (weights.conv.shape, sizes)
         self.sizes = sizes
         self.conv, self.decay = weights.conv.T.contiguous(), weights.a_log.exp()  # [taps, C] and [H]
+        self.channels = _channels_of_heads(sizes).to(self.conv.device, torch.int32)
         self.bias, self.dt_bias, self.skip = weights.bias, weights.dt_bias, weights.skip
         numbers = (self.conv, self.bias, self.decay, self.dt_bias, self.skip)
         assert all(each.dtype == torch.float32 and each.is_contiguous() for each in numbers), "weights"
-        native = library() if _is_native(sizes) else None
+        native = library() if _is_native(sizes) and self.conv.is_cpu else None
         self._run = native.function("mamba2", f"pp{STATE_ARGUMENTS}ni") if native is not None else None
         self._descriptor = _Descriptor(
             *(each.data_ptr() for each in numbers),
@@ -95,9 +97,11 @@ class Mamba2:
         sizes = self.sizes
         assert given.shape[1] == sizes.inner + sizes.channels + sizes.heads, (given.shape, sizes)
         assert states.shape[1:] == (sizes.heads, sizes.head_size), (states.shape, sizes)
+        assert given.is_contiguous(), "strided inputs"
+        if uses_triton(given):
+            return triton_module("mamba2").mamba2(self, given, states, requests)
         if self._run is None:
             return mamba2_reference(self, given, states, requests)
-        assert given.is_contiguous(), "strided inputs"
         out = given.new_empty((len(given), sizes.inner), dtype=torch.float32)
         arguments = requests.arguments(out, states)
         self._run(self._address, given.data_ptr(), *arguments, num_threads(), DTYPE_CODES[given.dtype])

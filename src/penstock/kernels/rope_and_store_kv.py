@@ -61,7 +61,7 @@ def rope_and_store_kv(
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
     norms = [norm for norm in (q_norm, k_norm, v_norm) if norm is not None]
     has_float_norms = any(norm.dtype == torch.float32 for norm in norms)
-    norm_dtype = torch.float32 if has_float_norms and not uses_triton(qkv) else qkv.dtype
+    norm_dtype = torch.float32 if has_float_norms else qkv.dtype
     for norm in norms:
         assert norm.shape == (head_dim,) and norm.dtype == norm_dtype and norm.is_contiguous(), (
             f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.config.recurrent import ConvSizes
+from penstock.kernels.dispatch import triton_module, uses_triton
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.recurrent import STATE_ARGUMENTS, StateRequests, StateSpan
 
@@ -35,7 +36,7 @@ class _Descriptor(ctypes.Structure):
 
 
 class ShortConv:
-    """One layer's convolution with its weights, which are float32 and on a CPU."""
+    """One layer's convolution with its weights, which are float32."""
 
     def __init__(
         self,
@@ -47,8 +48,9 @@ class ShortConv:
         assert conv.shape == (sizes.channels, sizes.taps) and conv.dtype == torch.float32, (conv.shape, sizes)
         self.sizes = sizes
         self.conv = conv.T.contiguous()  # [taps, C]
+        self.channels = torch.arange(sizes.channels, dtype=torch.int32, device=conv.device).view(sizes.heads, -1)
         is_native = sizes.width % _LANES == 0 and sizes.taps <= _MOST_TAPS and sizes.head_size <= _MOST_HISTORY
-        native = library() if is_native else None
+        native = library() if is_native and conv.is_cpu else None
         self._run = native.function("short_conv", f"pp{STATE_ARGUMENTS}ni") if native is not None else None
         self._descriptor = _Descriptor(self.conv.data_ptr(), sizes.heads, sizes.width, sizes.taps)
         self._address = ctypes.addressof(self._descriptor)
@@ -63,9 +65,11 @@ class ShortConv:
         sizes = self.sizes
         assert bcx.shape[1] == 3 * sizes.channels, (bcx.shape, sizes)
         assert states.shape[1:] == (sizes.heads, sizes.head_size), (states.shape, sizes)
+        assert bcx.is_contiguous(), "strided inputs"
+        if uses_triton(bcx):
+            return triton_module("short_conv").short_conv(self, bcx, states, requests)
         if self._run is None:
             return short_conv_reference(self, bcx, states, requests)
-        assert bcx.is_contiguous(), "strided inputs"
         out = bcx.new_empty((len(bcx), sizes.channels))
         arguments = requests.arguments(out, states)
         self._run(self._address, bcx.data_ptr(), *arguments, num_threads(), DTYPE_CODES[bcx.dtype])

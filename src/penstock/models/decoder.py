@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.attention.forward_context import ForwardContext
+from penstock.config.families import SILU, SQUARED_RELU
 from penstock.config.model import ModelConfig
 from penstock.kernels.soft_cap import soft_cap
 from penstock.layers.attention import cache_name
@@ -189,11 +190,11 @@ class Decoder:
         self.architecture = architecture
         self.config = config
         self.aux_layers = aux_layers
+        if config.activation not in ((SILU, SQUARED_RELU) if config.experts is None else (SILU,)):
+            weights.check_on_cpu(f"the activation {config.activation}")
         weights, inner = _find_decoder(weights, has_logits, f"{architecture.end_norm}.weight")
         self.rotary = RotaryTables(config.max_position_embeddings, weights.device)
         ropes = [config.layer_rope(layer) for layer in self.stage.layers]
-        if None in ropes:
-            weights.check_on_cpu("layers without rotation")
         tables = [
             self.rotary.table(rope, config.layer_rotary_dim(layer))
             for layer, rope in zip(self.stage.layers, ropes, strict=True)

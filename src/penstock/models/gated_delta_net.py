@@ -30,7 +30,6 @@ class GatedDeltaNet:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         sizes, share = config.delta, weights.share
         assert sizes is not None, config.model_type
-        weights.check_on_cpu("recurrent layers")
         if share.count > sizes.key_heads:
             raise ConfigError(
                 f"tensor_parallel_size={share.count} is more than the {sizes.key_heads} key heads of the model's "

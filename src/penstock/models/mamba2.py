@@ -31,7 +31,6 @@ class Mamba2Layer:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         sizes, share = config.mamba, weights.share
         assert sizes is not None, config.model_type
-        weights.check_on_cpu("recurrent layers")
         if share.count > sizes.heads:
             raise ConfigError(
                 f"tensor_parallel_size={share.count} is more than the {sizes.heads} heads of the model's recurrent "
@@ -47,7 +46,7 @@ class Mamba2Layer:
         self.inputs = weights.linear({**rows, "dt": sizes.heads}, config.hidden_size, own=parts, stored_as="in_proj")
         self._run = Mamba2(self._sizes, _read(sizes, weights, heads, (own, keys)))
         self._norm = weights.tensor("norm.weight", sizes.inner)
-        self._group_norm = torch.ones(sizes.inner // sizes.groups)
+        self._group_norm = torch.ones(sizes.inner // sizes.groups, device=weights.device)
         self._eps, self._own = config.rms_norm_eps, slice(own.start, own.stop)
         widths = [each * sizes.size for each in share.sizes(sizes.heads)]
         self._gather = Gather(weights.group, widths)
@@ -80,5 +79,5 @@ def _read(sizes: MambaSizes, weights: Weights, heads: range, features: tuple[ran
     a_log, dt_bias, skip = (
         numbers.tensors({name: sizes.heads}, own={name: heads}) for name in ("A_log", "dt_bias", "D")
     )
-    bias = of_channels("conv1d.bias") if sizes.has_bias else torch.zeros(len(conv))
+    bias = of_channels("conv1d.bias") if sizes.has_bias else conv.new_zeros(len(conv))
     return MambaWeights(conv, bias, a_log, dt_bias, skip)

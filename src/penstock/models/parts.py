@@ -170,7 +170,6 @@ class _WidthNorm:
 
 def _read_with_gates(config: ModelConfig, weights: Weights, own: HeadShare) -> tuple[Linear, Linear]:
     """Returns the layers to queries, keys and values, and to the gates; a head's gate is stored after its query."""
-    weights.check_on_cpu("gates of attention heads")
     size, bias = config.head_dim, config.attention_bias
     rows = {"q_proj": 2 * config.num_attention_heads * size}
     rows |= dict.fromkeys(("k_proj", "v_proj"), config.num_key_value_heads * size)
@@ -235,8 +234,6 @@ class GatedMLP:
     ) -> None:
         """`inner` is I, by default the configuration's. `stored_as` names the one tensor of gate and up."""
         hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
-        if config.activation != SILU:
-            weights.check_on_cpu(f"the activation {config.activation}")
         self.activation = config.activation
         self._activate = _ACTIVATE[config.activation]
         self.gate_up = weights.linear(dict.fromkeys(gate_up, inner), hidden, config.mlp_bias, stored_as=stored_as)
@@ -253,7 +250,6 @@ class UngatedMLP:
     def __init__(self, config: ModelConfig, weights: Weights, inner: int | None = None) -> None:
         """`inner` is I, by default the configuration's."""
         hidden, inner = config.hidden_size, config.intermediate_size if inner is None else inner
-        weights.check_on_cpu("MLPs without a gate")
         self.up = weights.linear({"up_proj": inner}, hidden, config.mlp_bias)
         self.down = weights.joining_linear("down_proj", hidden, weights.share.sizes(inner), config.mlp_bias)
 

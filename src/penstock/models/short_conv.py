@@ -27,7 +27,6 @@ class ShortConvLayer:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         sizes, share, hidden = config.conv, weights.share, config.hidden_size
         assert sizes is not None, config.model_type
-        weights.check_on_cpu("recurrent layers")
         if share.count > sizes.heads:
             raise ConfigError(
                 f"tensor_parallel_size={share.count} is more than the {sizes.heads} heads of channels of the model's "

@@ -103,6 +103,10 @@ class TensorKVCacheView:
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
         raise NotImplementedError
 
+    def _place(self, layer_name: str, block_id: int) -> int:
+        """Returns the number of a block in its layer's tensor."""
+        return block_id - self._first_blocks[layer_name]
+
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
         into[:] = self._row(layer_name, block_id)
 

@@ -64,7 +64,7 @@ def make_runner(
     inputs = parts.make_input_builder(limits, shapes, states, blocks)
     kv_step = KVStep(connector)
     group_of = {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
-    draft_inputs = _make_draft_inputs(cache, limits, TORCH_DTYPES[loaded.config.dtype])
+    draft_inputs = _make_draft_inputs(cache, limits, TORCH_DTYPES[loaded.config.dtype], device)
     target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks, draft_inputs)
     if config.pooling is not None:
         if isinstance(loaded.model, Encoder):
@@ -96,12 +96,15 @@ def make_runner(
     )
 
 
-def _make_draft_inputs(cache: KVCache, limits: SchedulerConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _make_draft_inputs(
+    cache: KVCache, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Returns the memory in which recurrent layers keep the inputs of drafts; none if there are never drafts."""
     return {
         name: torch.zeros(
             (limits.max_num_seqs, limits.max_num_drafts, group.spec.planes[0].num_heads * group.spec.draft_inputs),
             dtype=dtype,
+            device=device,
         )
         for group in cache.config.groups
         for name in group.layer_names

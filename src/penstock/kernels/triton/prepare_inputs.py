@@ -107,6 +107,26 @@ def prepare_sampling(
     )  # fmt: skip
 
 
+def prepare_states(
+    idx_mapping: torch.Tensor,  # [R] int64, -1 for padding
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    logits_start_loc: torch.Tensor,  # [R + 1] int32
+    num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64
+    num_in_states: torch.Tensor,  # [max_num_reqs + 1, 1] int64, written
+    num_pending: torch.Tensor,  # [R] int32, written
+    num_drafts: torch.Tensor,  # [R] int32, written
+) -> None:
+    """Computes what recurrent layers must know of drafts (`StateRows`), and counts the tokens that their states will
+    contain. The windows are those of `prepare_sampling`."""
+    num_reqs = len(idx_mapping)
+    assert query_start_loc.shape == logits_start_loc.shape == (num_reqs + 1,), f"{logits_start_loc.shape} {num_reqs}"
+    assert num_pending.shape == num_drafts.shape == (num_reqs,), f"{num_pending.shape} {num_drafts.shape} {num_reqs}"
+    _prepare_states[(num_reqs,)](
+        idx_mapping, query_start_loc, logits_start_loc, num_computed, num_in_states, num_pending, num_drafts,
+        num_warps=1,
+    )  # fmt: skip
+
+
 def finish_step(
     sampled: torch.Tensor,  # [num_logits] int64, window after window
     logits_start_loc: torch.Tensor,  # [R + 1] int32: request r owns rows logits_start_loc[r] .. [r + 1] of `sampled`
@@ -255,6 +275,25 @@ def _prepare_sampling(
         tl.store(positions_ptr + place, tl.where(is_request, last_position - behind, 0), mask=place < end)
         tl.store(indices_ptr + place, tl.where(is_request, last_index - behind, 0), mask=place < end)
         offset += block
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "query_starts_ptr", "starts_ptr", "pending_ptr", "drafts_ptr"]
+)
+def _prepare_states(
+    idx_mapping_ptr, query_starts_ptr, starts_ptr, num_computed_ptr, num_in_states_ptr, pending_ptr, drafts_ptr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    row = tl.load(idx_mapping_ptr + request)
+    is_row = row >= 0
+    num_computed = tl.load(num_computed_ptr + row, mask=is_row, other=0)
+    num_in_states = tl.load(num_in_states_ptr + row, mask=is_row, other=0)
+    num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
+    window = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
+    num_drafts = tl.where(is_row, tl.maximum(window - 1, 0), 0)
+    tl.store(pending_ptr + request, (num_computed - num_in_states).to(tl.int32))
+    tl.store(drafts_ptr + request, num_drafts.to(tl.int32))
+    tl.store(num_in_states_ptr + row, num_computed + num_tokens - num_drafts, mask=is_row)
 
 
 @triton.jit(

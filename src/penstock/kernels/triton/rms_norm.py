@@ -2,9 +2,9 @@
 
     out = weight * round(x / sqrt(mean(x^2) + eps))
 
-x, residual and out are [T, H], weight is [H]. Roundings as in `penstock.kernels.rms_norm`; the sum of squares has its
-own order, so the last bit of the quotient may differ. A row's bits depend only on that row, H and the dtype, and not on
-T or the other rows.
+x, residual and out are [T, H], weight is [H], of their dtype or float32. Roundings as in `penstock.kernels.rms_norm`;
+the sum of squares has its own order, so the last bit of the quotient may differ. A row's bits depend only on that row,
+H and the dtype, and not on T or the other rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _rms_norm(
     start = tl.program_id(0).to(tl.int64) * hidden
     place = tl.arange(0, block)
     is_inside = place < hidden
-    weight = tl.load(weight_ptr + place, mask=is_inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + place, mask=is_inside, other=0.0)
     x = tl.load(x_ptr + start + place, mask=is_inside, other=0.0)
     if adds:
         residual = tl.load(residual_ptr + start + place, mask=is_inside, other=0.0)
@@ -53,5 +53,12 @@ def _rms_norm(
         tl.store(residual_ptr + start + place, x, mask=is_inside)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / hidden + eps)
-    quotient = (wide * scale).to(x.dtype)
-    tl.store(out_ptr + start + place, (weight * quotient.to(tl.float32)).to(x.dtype), mask=is_inside)
+    tl.store(out_ptr + start + place, weighted(wide * scale, weight, x.dtype), mask=is_inside)
+
+
+@triton.jit
+def weighted(quotient, weight, dtype: tl.constexpr):
+    """Returns the float32 quotient times the weight, rounded; the quotient is rounded too if the weight is narrow."""
+    if weight.dtype == dtype:
+        quotient = quotient.to(dtype).to(tl.float32)
+    return (weight.to(tl.float32) * quotient).to(dtype)

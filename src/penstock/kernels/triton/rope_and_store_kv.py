@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.rms_norm import weighted
+
 _ELEMENTS = 2048  # of heads per program: at D = 128 in 16 bits, 4 warps read 16 bytes per thread and half
 _WARPS = 4
 
@@ -27,7 +29,7 @@ def rope_and_store_kv(
     positions: torch.Tensor,  # [T] int64
     kv_cache: torch.Tensor,  # [num_blocks, planes, Hkv, block_size, D]
     slot_mapping: torch.Tensor,  # [T] int64, -1 stores nothing
-    q_norm: torch.Tensor | None = None,  # [D]
+    q_norm: torch.Tensor | None = None,  # [D], of the dtype of `qkv` or float32
     k_norm: torch.Tensor | None = None,  # [D]
     eps: float = 1e-6,
 ) -> None:
@@ -45,7 +47,7 @@ def rope_and_store_kv(
     _rope_and_store_kv[(tokens, triton.cdiv(all_heads, heads_tile))](
         qkv, cos_sin, positions, kv_cache, slot_mapping, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, num_heads, num_kv_heads, planes, head_dim, block_size, half,
-        triton.next_power_of_2(half), triton.next_power_of_2(rest) if rest else 0, q_norm is not None,
+        max(1, triton.next_power_of_2(half)), triton.next_power_of_2(rest) if rest else 0, q_norm is not None,
         k_norm is not None, heads_tile,
         num_warps=_WARPS,
     )  # fmt: skip
@@ -141,7 +143,6 @@ def _square(x):
 @triton.jit
 def _normed(x, scale, q_norm_ptr, k_norm_ptr, place, is_inside, is_q, is_normed):
     """Returns x unchanged if a head has no norm."""
-    q_weight = tl.load(q_norm_ptr + place, mask=is_inside, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_norm_ptr + place, mask=is_inside, other=0.0).to(tl.float32)
-    quotient = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
-    return tl.where(is_normed, (tl.where(is_q, q_weight, k_weight) * quotient).to(x.dtype), x)
+    q_weight = tl.load(q_norm_ptr + place, mask=is_inside, other=0.0)
+    k_weight = tl.load(k_norm_ptr + place, mask=is_inside, other=0.0)
+    return tl.where(is_normed, weighted(x.to(tl.float32) * scale, tl.where(is_q, q_weight, k_weight), x.dtype), x)

@@ -34,5 +34,5 @@ class HostKVCacheView(TensorKVCacheView):
         self._row(layer_name, block_id)[:] = data
 
     def _row(self, layer_name: str, block_id: int) -> memoryview:
-        start = (block_id - self._first_blocks[layer_name]) * self._num_bytes[layer_name]
+        start = self._place(layer_name, block_id) * self._num_bytes[layer_name]
         return self._host[layer_name][start : start + self._num_bytes[layer_name]]

@@ -10,7 +10,14 @@ import torch
 from penstock.attention.backend import AttentionMetadata
 from penstock.config.engine import SchedulerConfig
 from penstock.kernels.prepare_inputs import TokenInputs
-from penstock.kernels.triton.prepare_inputs import SamplingInputs, StepInputs, prepare_inputs, prepare_sampling
+from penstock.kernels.recurrent import StateRows
+from penstock.kernels.triton.prepare_inputs import (
+    SamplingInputs,
+    StepInputs,
+    prepare_inputs,
+    prepare_sampling,
+    prepare_states,
+)
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.block_tables import BlockTables
@@ -77,6 +84,9 @@ class GpuInputBuilder:
         self._next = _allocate(num_reqs, num_reqs, blocks)
         logits = [torch.zeros(num_reqs * (1 + config.max_num_drafts), dtype=torch.int64, device=device) for _ in "rpi"]
         self._sampling = SamplingInputs(*logits)
+        # Pending and new drafts of each request [2, max_num_reqs] int32, for recurrent layers.
+        self._drafts = torch.zeros((2, num_reqs), dtype=torch.int32, device=device)
+        self._counts_drafts = bool(config.max_num_drafts) and True in blocks.is_recurrent
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
         host = read_plan(plan, self._states.rows)
@@ -107,6 +117,9 @@ class GpuInputBuilder:
         self._prepare(known["idx_mapping"][: shape.num_reqs], known["query_start_loc"][: shape.num_reqs + 1], padded)
         sampling = SamplingInputs(step.logits_rows, step.logits_positions, step.logits_indices)
         prepare_sampling(step.idx_mapping, step.query_start_loc, step.windows, step.seq_lens, sampling)
+        if self._counts_drafts:
+            starts, windows = (known[name][: shape.num_reqs + 1] for name in ("query_start_loc", "windows"))
+            self._prepare_states(known["idx_mapping"][: shape.num_reqs], starts, windows)
 
     def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
         rows = batch.tensors.sampling_rows
@@ -114,7 +127,7 @@ class GpuInputBuilder:
         tokens = _cut(self._next, len(rows), len(rows))
         self._prepare(rows, starts, tokens, ahead)
         shape = BatchDescriptor(len(rows), len(rows), 1, batch.shape.max_seq_len)
-        return NextTokens(tokens.positions, _attention(starts, tokens, shape))
+        return NextTokens(tokens.positions, self._attention(starts, tokens, shape))
 
     def _batch(self, host: HostBatch, shape: BatchDescriptor) -> InputBatch:
         return InputBatch(host, shape, lambda: self._tensors(host, shape))
@@ -136,7 +149,28 @@ class GpuInputBuilder:
             logits_indices=self._sampling.indices[:num_logits],
             logits_rows=self._sampling.rows[:num_logits],
             logits_positions=self._sampling.positions[:num_logits],
-            attention=_attention(query_start_loc, step, shape),
+            attention=self._attention(query_start_loc, step, shape, self._state_rows(num_reqs)),
+        )
+
+    def _prepare_states(self, rows: torch.Tensor, starts: torch.Tensor, windows: torch.Tensor) -> None:
+        states, (pending, drafts) = self._states, self._drafts[:, : len(rows)]
+        prepare_states(rows, starts, windows, states.num_computed_exact, states.num_in_states, pending, drafts)
+
+    def _state_rows(self, num_reqs: int) -> StateRows:
+        if not self._counts_drafts:
+            return StateRows(self._blocks.block_size)
+        rows = self._snapshot.tensors["idx_mapping"][:num_reqs]
+        return StateRows(self._blocks.block_size, rows, *self._drafts[:, :num_reqs])
+
+    def _attention(
+        self, query_start_loc: torch.Tensor, step: StepInputs, shape: BatchDescriptor, states: StateRows | None = None
+    ) -> tuple[AttentionMetadata, ...]:
+        lengths = (shape.max_query_len, shape.max_seq_len)
+        return tuple(
+            AttentionMetadata(query_start_loc, step.seq_lens, table, slots, *lengths, states if is_recurrent else None)
+            for table, slots, is_recurrent in zip(
+                step.block_tables, step.slot_mapping, self._blocks.is_recurrent, strict=True
+            )
         )
 
     def _prepare(
@@ -173,13 +207,4 @@ def _cut(whole: StepInputs, num_reqs: int, num_tokens: int) -> StepInputs:
         seq_lens=whole.seq_lens[:num_reqs],
         block_tables=whole.block_tables[:, :num_reqs],
         slot_mapping=whole.slot_mapping[:, :num_tokens],
-    )
-
-
-def _attention(
-    query_start_loc: torch.Tensor, step: StepInputs, shape: BatchDescriptor
-) -> tuple[AttentionMetadata, ...]:
-    return tuple(
-        AttentionMetadata(query_start_loc, step.seq_lens, table, slots, shape.max_query_len, shape.max_seq_len)
-        for table, slots in zip(step.block_tables, step.slot_mapping, strict=True)
     )

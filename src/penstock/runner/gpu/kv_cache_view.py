@@ -17,10 +17,13 @@ class GpuKVCacheView(TensorKVCacheView):
     """`read_blocks` and `write_blocks` run in parallel with the steps; everything else waits (`KVCacheView`)."""
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
-        return self._transfers.read_blocks(places, take)
+        return self._transfers.read_blocks(self._in_tensors(places), take)
 
     def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
-        return self._transfers.write_blocks(places, data, take)
+        return self._transfers.write_blocks(self._in_tensors(places), data, take)
+
+    def _in_tensors(self, places: Sequence[Place]) -> list[Place]:
+        return [(group, self._place(self._names[group][0], block_id)) for group, block_id in places]
 
     @functools.cached_property
     def _transfers(self) -> BlockTransfers:
@@ -33,8 +36,9 @@ class GpuKVCacheView(TensorKVCacheView):
         return BlockTransfers(layers, NoQueue(), waits=True)
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
-        self._rows[layer_name][block_id].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        row = self._rows[layer_name][self._place(layer_name, block_id)]
+        row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _row(self, layer_name: str, block_id: int) -> memoryview:
         """Returns a copy, unless the tensor is in the CPU's memory."""
-        return self._rows[layer_name][block_id].cpu().numpy().data
+        return self._rows[layer_name][self._place(layer_name, block_id)].cpu().numpy().data

@@ -35,6 +35,7 @@ from penstock.kernels.triton.attention.splits import (
     zero_padding,
 )
 from penstock.kernels.triton.attention.tiles import BATCH
+from penstock.kernels.triton.rms_norm import weighted
 
 
 def launch_decode_fused(
@@ -101,11 +102,11 @@ def _normed_and_rotated(
     dtype = x.dtype
     x, turned = x.to(tl.float32), turned.to(tl.float32)
     if has_norm:
-        weight = tl.load(norm_ptr + column, mask=column < head_dim, other=0.0).to(tl.float32)
-        turned_weight = tl.load(norm_ptr + partner, mask=column < head_dim, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + column, mask=column < head_dim, other=0.0)
+        turned_weight = tl.load(norm_ptr + partner, mask=column < head_dim, other=0.0)
         inverse = (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / head_dim + eps))[:, None]
-        x = ((x * inverse).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
-        turned = ((turned * inverse).to(dtype).to(tl.float32) * turned_weight[None, :]).to(dtype).to(tl.float32)
+        x = weighted(x * inverse, weight[None, :], dtype).to(tl.float32)
+        turned = weighted(turned * inverse, turned_weight[None, :], dtype).to(tl.float32)
     return (x * cos + turned * sin).to(dtype)
 
 
