@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import random
 import statistics
 import tempfile
@@ -38,7 +39,9 @@ import aiohttp
 from pd_parts.cluster import Cluster, Server, private_folder
 from pd_parts.plain_tcp import plain_tcp
 
+from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
+from penstock.config.recurrent import DeltaSizes
 
 # Token ids that are valid for every shape.
 VOCABULARY = 512
@@ -46,7 +49,7 @@ ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 token
 TWO_ENGINES = "two engines, 1 thread each"
 PAIR = "prefill and decode, 1 thread each"
 _BLOCK_SIZE = 16
-_MAX_MODEL_LEN = 2048
+_LEAST_MODEL_LEN = 2048
 WAYS = {
     "sockets": {"transport": "sockets"},
     "shared_memory": {"transport": "shared_memory"},
@@ -57,8 +60,12 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 
+def max_model_len(args: argparse.Namespace) -> int:
+    return max(_LEAST_MODEL_LEN, max(args.lengths) + _BLOCK_SIZE)
+
+
 def model_flags(args: argparse.Namespace, kv_cache_memory: str) -> list[str]:
-    flags = ["--max-model-len", str(_MAX_MODEL_LEN), "--kv-cache-memory", kv_cache_memory]
+    flags = ["--max-model-len", str(max_model_len(args)), "--kv-cache-memory", kv_cache_memory]
     return flags if args.model is None else [args.model, *flags, "--load-format", "dummy", "--skip-tokenizer-init"]
 
 
@@ -230,17 +237,29 @@ async def transfer(session: aiohttp.ClientSession, cluster: Cluster, prompt: Seq
     return prefill, remote - local
 
 
-def bytes_per_token(model: str | None) -> int:
-    config = json.loads((Path(resolve_model_path(model or "demo")) / "config.json").read_text())
-    heads = config["num_key_value_heads"] * config["head_dim"]
-    return config["num_hidden_layers"] * 2 * heads * 2  # keys and values, bfloat16
+def bytes_of(model: str | None) -> tuple[int, int]:
+    """Returns the bytes of a token's keys and values, and of the state of all recurrent layers."""
+    config = load_model_config(Path(resolve_model_path(model or "demo")))
+    sizes, recurrent = config.delta or config.mamba or config.conv, len(config.recurrent_layers)
+    heads = config.num_key_value_heads * config.head_dim
+    per_token = (config.num_hidden_layers - recurrent) * 2 * heads * 2  # keys and values, bfloat16
+    state_heads = 0 if sizes is None else sizes.key_heads if isinstance(sizes, DeltaSizes) else sizes.heads
+    return per_token, 0 if sizes is None else 4 * recurrent * state_heads * sizes.head_size
+
+
+def bytes_to_move(model: str | None, num_tokens: int) -> int:
+    """Returns the bytes of the whole blocks, and of the state at their end."""
+    per_token, state = bytes_of(model)
+    return num_tokens // _BLOCK_SIZE * _BLOCK_SIZE * per_token + state
 
 
 async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     cores = {"prefill": [args.cores[0]], "decode": [args.cores[1]]}
-    size, tokens_per_round = bytes_per_token(args.model), sum(args.lengths)
-    num_warm_up = 2 + _MAX_MODEL_LEN // tokens_per_round
-    flags = [*model_flags(args, str(num_warm_up * tokens_per_round * size)), "--num-threads", "1"]
+    per_round = sum(bytes_to_move(args.model, length) for length in args.lengths)
+    num_warm_up = 2 + max_model_len(args) // sum(args.lengths)
+    # States have half of the cache's memory.
+    memory = num_warm_up * per_round * (4 if bytes_of(args.model)[1] else 1)
+    flags = [*model_flags(args, str(memory)), "--num-threads", "1"]
     clusters = {
         (way, attestation): Cluster(
             folder,
@@ -249,7 +268,7 @@ async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
             cores=cores,
         )
         for way, options in WAYS.items()
-        for attestation in ("all", "off")
+        for attestation in args.attestations
     }
     prefills: dict[int, list[float]] = {length: [] for length in args.lengths}
     moved: dict[tuple[int, str, str], list[float]] = defaultdict(list)
@@ -257,10 +276,10 @@ async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     rng = random.Random(0)
     async with contextlib.AsyncExitStack() as stack:
         sessions = {key: await stack.enter_async_context(each.running()) for key, each in clusters.items()}
-        read = stack.enter_context(plain_tcp(args.cores, max(args.lengths) * size))
+        read = stack.enter_context(plain_tcp(args.cores, bytes_to_move(args.model, max(args.lengths))))
         for number in range(-num_warm_up, args.rounds):
             for length in args.lengths:
-                seconds = read(length // _BLOCK_SIZE * _BLOCK_SIZE * size)
+                seconds = read(bytes_to_move(args.model, length))
                 if number >= 0:
                     by_tcp[length].append(seconds)
                 for key, cluster in clusters.items():
@@ -277,19 +296,18 @@ def report_transfers(
     moved: Mapping[tuple[int, str, str], list[float]],
     by_tcp: Mapping[int, list[float]],
 ) -> None:
-    size = bytes_per_token(args.model)
     print(
         "| tokens | MB | prefill, ms | KV moves by | with digests, ms | GB/s | without, ms | GB/s | digests / prefill |"
     )
     print(f"|{'---|' * 9}")
     for length in args.lengths:
-        num_bytes, prefill = length // _BLOCK_SIZE * _BLOCK_SIZE * size, statistics.median(prefills[length])
+        num_bytes, prefill = bytes_to_move(args.model, length), statistics.median(prefills[length])
         best = statistics.median(by_tcp[length])
         row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", "plain TCP", "", ""]
         row += [f"{1e3 * best:.1f}", f"{num_bytes / best / 1e9:.2f}", ""]
         print(f"| {' | '.join(map(str, row))} |")
         for way in WAYS:
-            digested, plain = (statistics.median(moved[length, way, each]) for each in ("all", "off"))
+            digested, plain = (statistics.median(moved[length, way, each] or [math.nan]) for each in ("all", "off"))
             row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", way]
             row += [f"{1e3 * digested:.1f}", f"{num_bytes / digested / 1e9:.2f}"]
             row += [f"{1e3 * plain:.1f}", f"{num_bytes / plain / 1e9:.2f}", f"{(digested - plain) / prefill:.1%}"]
@@ -311,7 +329,7 @@ async def hand_over(
 
 
 async def measure_burst(args: argparse.Namespace, folder: Path) -> None:
-    num_bytes = 4 * args.burst * args.burst_len * bytes_per_token(args.model)
+    num_bytes = 4 * args.burst * bytes_to_move(args.model, args.burst_len)
     flags = [*model_flags(args, str(num_bytes)), "--num-threads", "1", "--max-num-batched-tokens", "512"]
     cluster = Cluster(folder, flags=flags, cores={"prefill": [args.cores[0]], "decode": [args.cores[1]]})
     rng = random.Random(0)
@@ -345,6 +363,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[129, 513, 1025, 1921], help="for transfers, in tokens"
     )
+    parser.add_argument("--attestations", nargs="+", default=["all", "off"], help="for transfers")
     parser.add_argument("--burst", type=int, default=14, help="prompts that arrive at once")
     parser.add_argument("--burst-len", type=int, default=1000, help="their length in tokens")
     args = parser.parse_args()

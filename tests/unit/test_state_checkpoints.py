@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.core.kv_cache_manager import KVCacheManager
@@ -30,11 +32,11 @@ def manager(num_states: int = 12, interval: int = 0, num_uncertain: int = 0) -> 
     return KVCacheManager(config, enable_prefix_caching=True)
 
 
-def make_request(tokens: list[int], name: str = "a") -> Request:
+def make_request(tokens: list[int], name: str = "a", **params: Any) -> Request:
     data = EngineRequest(
         request_id=name,
         prompt_token_ids=tuple(tokens),
-        sampling_params=SamplingParams(),
+        sampling_params=SamplingParams(kv_transfer_params=params),
         max_tokens=30,
         seed=0,
     )
@@ -127,6 +129,27 @@ def test_a_long_answer_holds_few_states() -> None:
     for _ in range(8):
         decode(kv, request, 3)
         assert sum(states_of(kv, request)) <= 3
+
+
+def test_the_state_that_another_engine_begins_with_outlives_a_long_answer() -> None:
+    kv = manager(num_states=6)
+    request = make_request(list(range(14)), do_remote_decode=True)
+    start(kv, request)
+    for _ in range(8):
+        decode(kv, request, 3)
+        assert sum(states_of(kv, request)) <= 4
+        kv.check_integrity()
+    tokens, states = kv.blocks_for_others(request)
+    assert [index for index, block_id in enumerate(states) if block_id != NULL_BLOCK] == [2]
+    assert NULL_BLOCK not in tokens[:3]
+    # It is not evicted either.
+    other = make_request(list(range(100, 130)), "b")
+    assert start(kv, other) == 0
+    assert kv.blocks_for_others(request)[1] == states
+    kv.release(request, fence=0)
+    kv.release(other, fence=0)
+    kv.check_integrity()
+    assert kv.pool.state_counts.held == 0
 
 
 def test_the_state_before_accepted_drafts_is_published_when_it_contains_them() -> None:

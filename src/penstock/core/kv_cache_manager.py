@@ -287,13 +287,17 @@ class KVCacheManager:
         """Returns the same without the states from which no other engine continues the prompt: all but the one at its
         last whole block.
         """
-        at_end = (request.num_prompt_tokens - 1) // self.block_size - 1
+        at_end = self._end_of_prompt(request)
         return tuple(
             tuple(i if index == at_end else NULL_BLOCK for index, i in enumerate(ids))
             if group.spec.is_recurrent
             else ids
             for group, ids in zip(self._groups, self.block_ids(request), strict=True)
         )
+
+    def _end_of_prompt(self, request: Request) -> int:
+        """Returns the index of the block with the state from which another engine continues the prompt."""
+        return (request.num_prompt_tokens - 1) // self.block_size - 1
 
     def published_blocks(self, request: Request) -> BlockTable:
         """Returns the same without the unpublished blocks of recurrent layers, and without a copy."""
@@ -352,13 +356,15 @@ class KVCacheManager:
             end = group.first_needed_block(num_tokens)
             if group.spec.is_recurrent:
                 # The state after the last whole block is published if the request ends. Before its first token, it is
-                # that at the end of the prompt, with which another engine may begin.
+                # that at the end of the prompt, with which another engine may begin: if one will, it stays.
                 whole = num_tokens if request.num_output_tokens else min(num_tokens, request.num_tokens - 1)
                 end = min(end, whole // self.block_size - 1)
             gone = range(holding.num_released[number], end)
             if gone:
-                self.pool.release([table[index] for index in gone])
-                table[gone.start : gone.stop] = [NULL_BLOCK] * len(gone)
+                keeps = group.spec.is_recurrent and request.is_continued_elsewhere
+                kept = self._end_of_prompt(request) if keeps else None
+                self.pool.release([table[index] for index in gone if index != kept])
+                table[gone.start : gone.stop] = [table[index] if index == kept else NULL_BLOCK for index in gone]
                 holding.num_released[number] = end
 
     def _end_computing(self, holding: _Holding, end: int) -> None:

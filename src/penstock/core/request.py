@@ -150,6 +150,11 @@ class Request:
         return self.data.sampling_params.kv_transfer_params or {}
 
     @property
+    def is_continued_elsewhere(self) -> bool:
+        """Whether another engine will continue its prompt."""
+        return bool(self.kv_transfer_params.get("do_remote_decode"))
+
+    @property
     def uses_prefix_cache(self) -> bool:
         """False with prompt log probabilities, which need every position computed."""
         return self.data.sampling_params.prompt_logprobs is None
