@@ -520,6 +520,14 @@ def test_cascades_and_promotions_are_bounded() -> None:
     world.manager.check_integrity()
 
 
+def test_a_long_prompt_cascades_whole() -> None:
+    world = World(1200)
+    world.store(*range(300))
+    assert world.manager.stats.num_cascades_dropped == 0
+    world.store(*range(300, 320))
+    assert world.manager.stats.num_cascades_dropped == 20
+
+
 def test_refused_jobs_lose_nothing() -> None:
     world = World(2)
     world.store(1, 2)

@@ -69,6 +69,7 @@ _LOOKUP = {
 
 # While a tier evicts, a growing prompt becomes the youngest again after an eighth as many evictions as it has keys.
 _REFRESH_PART = 8
+_LEAST_MOVING = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class _Room:
 
 
 class OffloadingManager:
-    """`tiers` are ordered from the fastest to the slowest; a limit counts chunks in jobs that have not ended.
+    """`tiers` are ordered from the fastest to the slowest; a limit counts chunks in jobs that have not ended, and is by
+    default a quarter of `num_chunks`, at least 128.
 
     The first `num_chunks` are for blocks of tokens, those behind them for `states`, if there are any. Each kind has its
     own policy, and evicts only chunks of its own. The keys of a prompt, and those of a call that needs room, are of one
@@ -151,8 +153,8 @@ class OffloadingManager:
         num_chunks: int,
         policy: CachePolicy,
         tiers: Sequence[SecondaryTierManager] = (),
-        max_cascading_chunks: int = 128,
-        max_promoting_chunks: int = 128,
+        max_cascading_chunks: int | None = None,
+        max_promoting_chunks: int | None = None,
         states: StateChunks | None = None,
         state_policy: CachePolicy | None = None,
     ) -> None:
@@ -162,8 +164,10 @@ class OffloadingManager:
         if states is not None and state_policy is not None:
             self._rooms.append(_Room(range(num_chunks, num_chunks + states.num_chunks), state_policy))
         self._tiers = tuple(tiers)
-        self._max_cascading = max_cascading_chunks
-        self._max_promoting = max_promoting_chunks
+        # A long prompt's chunks are complete at the same time, and the one that is dropped may be its only state.
+        most = max(_LEAST_MOVING, num_chunks // 4)
+        self._max_cascading = most if max_cascading_chunks is None else max_cascading_chunks
+        self._max_promoting = most if max_promoting_chunks is None else max_promoting_chunks
         self._chunks: dict[OffloadKey, _Chunk] = {}
         self._writers: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()

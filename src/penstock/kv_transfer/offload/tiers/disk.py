@@ -34,12 +34,14 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskTierConfig:
-    """`num_threads` load and as many store; a job that would exceed `max_queued_chunks` waiting chunks is refused."""
+    """`num_threads` load and as many store; a job that would exceed `max_queued_chunks` waiting chunks is refused: by
+    default half of the region's, at least 256.
+    """
 
     path: Path
     capacity_bytes: int
     num_threads: int = 4
-    max_queued_chunks: int = 256
+    max_queued_chunks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class DiskTier:
 
     def __init__(self, config: DiskTierConfig, fingerprint: bytes, region: OffloadRegion) -> None:
         self._region = region
-        self._max_queued = config.max_queued_chunks
+        self._max_queued = config.max_queued_chunks or max(256, region.num_chunks // 2)
         self._folders = [ChunkFolder(config.path, fingerprint, region.chunk_bytes)]
         if region.states is not None:
             self._folders.append(ChunkFolder(config.path, fingerprint, region.states.chunk_bytes, "-states"))
