@@ -49,7 +49,7 @@ ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 token
 TWO_ENGINES = "two engines, 1 thread each"
 PAIR = "prefill and decode, 1 thread each"
 _BLOCK_SIZE = 16
-_LEAST_MODEL_LEN = 2048
+_LEAST_MODEL_LEN, _NUM_STATES = 2048, 13
 WAYS = {
     "sockets": {"transport": "sockets"},
     "shared_memory": {"transport": "shared_memory"},
@@ -257,9 +257,11 @@ async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     cores = {"prefill": [args.cores[0]], "decode": [args.cores[1]]}
     per_round = sum(bytes_to_move(args.model, length) for length in args.lengths)
     num_warm_up = 2 + max_model_len(args) // sum(args.lengths)
-    # States have half of the cache's memory.
-    memory = num_warm_up * per_round * (4 if bytes_of(args.model)[1] else 1)
-    flags = [*model_flags(args, str(memory)), "--num-threads", "1"]
+    # An engine needs at least so many states, some of which are used for the first time.
+    memory, states = num_warm_up * per_round, _NUM_STATES * bytes_of(args.model)[1]
+    flags = [*model_flags(args, str(memory + states)), "--num-threads", "1"]
+    if states:
+        flags += ["--state-cache-share", f"{states / (memory + states):.3f}"]
     clusters = {
         (way, attestation): Cluster(
             folder,

@@ -103,11 +103,11 @@ def first_tokens(args: argparse.Namespace, folder: Path, attestation: str) -> di
         llm = make(args.model, transfer, length)
         times["and stored"].append(milliseconds_to_first_token(llm, prompt, 0))
         times["until written"].append(milliseconds_until_written(own))
+        if not number:
+            print(f"{attestation}: {bytes_of(llm, own, cached)}", file=sys.stderr)
         # Repeated, because the first access to a tier's memory takes longer.
         milliseconds_to_first_token(llm, turn(), cached)
         times["from memory"].append(milliseconds_to_first_token(llm, turn(), cached))
-        if not number:
-            print(f"{attestation}: {bytes_of(llm, own, cached)}", file=sys.stderr)
         llm.shutdown()
         llm = make(args.model, transfer, length)
         times["from disk"].append(milliseconds_to_first_token(llm, turn(), cached))

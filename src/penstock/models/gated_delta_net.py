@@ -10,6 +10,7 @@ part of the state, are divided among the ranks of a group.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,9 +20,9 @@ from penstock.config.recurrent import DeltaSizes
 from penstock.kernels.gated_delta import GatedDelta
 from penstock.layers.linear import Linear
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.models.recurrent import check_ranks, on_states
 from penstock.models.weights import Weights
 from penstock.parallel.topology import head_share
-from penstock.utils.errors import ConfigError
 
 
 class GatedDeltaNet:
@@ -30,14 +31,9 @@ class GatedDeltaNet:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         sizes, share = config.delta, weights.share
         assert sizes is not None, config.model_type
-        if share.count > sizes.key_heads:
-            raise ConfigError(
-                f"tensor_parallel_size={share.count} is more than the {sizes.key_heads} key heads of the model's "
-                "recurrent layers: lower it"
-            )
+        check_ranks(share, sizes.key_heads, "key heads of the model's recurrent layers")
         heads = [head_share(sizes.value_heads, sizes.key_heads, each) for each in share.all]
         own = heads[share.index]
-        self._sizes = own_sizes = sizes.of(own.kv)
         self.qkv, self.gates = _read_inputs(config, weights, sizes, own.kv)
         values = {"A_log": sizes.value_heads, "dt_bias": sizes.value_heads}
         numbers = replace(weights, dtype=torch.float32)
@@ -49,7 +45,7 @@ class GatedDeltaNet:
             ]
         )
         norm = numbers.tensor("norm.weight", sizes.value_size)
-        self._rule = GatedDelta(own_sizes, conv.flatten(1), a_log, dt_bias, norm, config.rms_norm_eps)
+        self._rule = GatedDelta(sizes.of(own.kv), conv.flatten(1), a_log, dt_bias, norm, config.rms_norm_eps)
         widths = [len(each.queries) * sizes.value_size for each in heads]
         self.out = weights.joining_linear("out_proj", config.hidden_size, widths)
         self._name = f"model.layers.{layer}.linear_attn"
@@ -58,11 +54,7 @@ class GatedDeltaNet:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         qkv, gates = self.qkv(x), self.gates(x)  # [T, own C], [T, own V E + 2 own V]
-        context.hooks.wait_for_layer_load(self._name)
-        states = context.kv_caches[self._name].view(-1, self._sizes.key_heads, self._sizes.head_size)
-        out = self._rule(qkv, gates, states, context.state_requests(self._name))
-        context.hooks.save_kv_layer(self._name)
-        return self.out(out)
+        return self.out(on_states(context, self._name, partial(self._rule, qkv, gates)))
 
 
 def _channels(sizes: DeltaSizes, key_heads: range) -> list[range]:

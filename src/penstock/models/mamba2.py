@@ -11,6 +11,7 @@ it. The norm is of the heads of all ranks.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,8 +22,8 @@ from penstock.kernels.mamba2 import Mamba2, MambaWeights
 from penstock.kernels.rms_norm import rms_norm
 from penstock.layers.linear import Gather
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.models.recurrent import check_ranks, on_states
 from penstock.models.weights import Weights
-from penstock.utils.errors import ConfigError
 
 
 class Mamba2Layer:
@@ -31,20 +32,15 @@ class Mamba2Layer:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         sizes, share = config.mamba, weights.share
         assert sizes is not None, config.model_type
-        if share.count > sizes.heads:
-            raise ConfigError(
-                f"tensor_parallel_size={share.count} is more than the {sizes.heads} heads of the model's recurrent "
-                "layers: lower it"
-            )
+        check_ranks(share, sizes.heads, "heads of the model's recurrent layers")
         heads = share.part(sizes.heads)
-        self._sizes = sizes.of(heads)
         own = range(heads.start * sizes.size, heads.stop * sizes.size)
         groups = range(heads.start // sizes.group, -(-heads.stop // sizes.group))
         keys = range(groups.start * sizes.keys, groups.stop * sizes.keys)
         rows = {"z": sizes.inner, "x": sizes.inner, "B": sizes.groups * sizes.keys, "C": sizes.groups * sizes.keys}
         parts = {"z": own, "x": own, "B": keys, "C": keys, "dt": heads}
         self.inputs = weights.linear({**rows, "dt": sizes.heads}, config.hidden_size, own=parts, stored_as="in_proj")
-        self._run = Mamba2(self._sizes, _read(sizes, weights, heads, (own, keys)))
+        self._run = Mamba2(sizes.of(heads), _read(sizes, weights, heads, (own, keys)))
         self._norm = weights.tensor("norm.weight", sizes.inner)
         self._group_norm = torch.ones(sizes.inner // sizes.groups, device=weights.device)
         self._eps, self._own = config.rms_norm_eps, slice(own.start, own.stop)
@@ -57,10 +53,7 @@ class Mamba2Layer:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         given = self.inputs(x)  # [T, H] -> [T, 2 own features + keys and queries + own heads]
-        context.hooks.wait_for_layer_load(self._name)
-        states = context.kv_caches[self._name].view(-1, self._sizes.heads, self._sizes.head_size)
-        gated = self._run(given, states, context.state_requests(self._name))  # [T, own features] float32
-        context.hooks.save_kv_layer(self._name)
+        gated = on_states(context, self._name, partial(self._run, given))  # [T, own features] float32
         whole = self._gather(gated)
         normed = rms_norm(whole.view(-1, len(self._group_norm)), self._group_norm, self._eps).view_as(whole)
         return self.out((normed.to(x.dtype) * self._norm)[:, self._own].contiguous())

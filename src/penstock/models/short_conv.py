@@ -10,6 +10,7 @@ divided among the ranks of a group.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,8 +18,8 @@ from penstock.attention.forward_context import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.kernels.short_conv import ShortConv
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.models.recurrent import check_ranks, on_states
 from penstock.models.weights import Weights
-from penstock.utils.errors import ConfigError
 
 
 class ShortConvLayer:
@@ -27,11 +28,7 @@ class ShortConvLayer:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
         sizes, share, hidden = config.conv, weights.share, config.hidden_size
         assert sizes is not None, config.model_type
-        if share.count > sizes.heads:
-            raise ConfigError(
-                f"tensor_parallel_size={share.count} is more than the {sizes.heads} heads of channels of the model's "
-                "convolutions: lower it"
-            )
+        check_ranks(share, sizes.heads, "heads of channels of the model's convolutions")
         heads = share.part(sizes.heads)
         own = range(heads.start * sizes.width, heads.stop * sizes.width)
         names = ("b", "c", "x")
@@ -40,8 +37,7 @@ class ShortConvLayer:
         )
         name, numbers = "conv.weight", replace(weights, dtype=torch.float32)
         conv = numbers.tensors({name: hidden}, 1, sizes.taps, own={name: own})
-        self._sizes = sizes.of(heads)
-        self._convolve = ShortConv(self._sizes, conv.flatten(1))
+        self._convolve = ShortConv(sizes.of(heads), conv.flatten(1))
         self.out = weights.joining_linear("out_proj", hidden, [each * sizes.width for each in share.sizes(sizes.heads)])
         self._name = f"model.layers.{layer}.conv"
         spec = KVCacheSpec.states(len(heads), sizes.head_size, heads.start, sizes.heads, sizes.width)
@@ -49,8 +45,4 @@ class ShortConvLayer:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         bcx = self.inputs(x)  # [T, H] -> [T, 3 own channels]
-        context.hooks.wait_for_layer_load(self._name)
-        states = context.kv_caches[self._name].view(-1, self._sizes.heads, self._sizes.head_size)
-        out = self._convolve(bcx, states, context.state_requests(self._name))
-        context.hooks.save_kv_layer(self._name)
-        return self.out(out)
+        return self.out(on_states(context, self._name, partial(self._convolve, bcx)))
