@@ -296,7 +296,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, private_folder(Path(folder)):
         rows = run(args, args.logs or Path(folder))
     problems = [problem for row in rows for problem in row.problems]
-    print(f"\n{len(problems)} problems" if problems else "\nNothing was wrong.")
+    print("\n".join(["", f"{len(problems)} problems:", *problems]) if problems else "\nNothing was wrong.")
     return 1 if problems else 0
 
 

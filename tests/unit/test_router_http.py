@@ -253,26 +253,29 @@ def test_a_kept_connection_that_ends_without_an_answer_fails_no_request(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("answers", "num_requests", "min_idle"),
+    ("answers", "num_requests", "min_idle", "death"),
     [
         # A new connection was not used before, so its end is the instance's failure.
-        ((b"",), 1, 0),
+        ((b"",), 1, 0, 0),
         # So is that of a connection that was used just now.
-        ((MEASURED, b""), 2, SECONDS),
+        ((MEASURED, b""), 2, SECONDS, 0),
         # The request is sent once more, and then fails.
-        ((MEASURED, b"", b""), 3, 0),
+        ((MEASURED, b"", b""), 3, 0, 0),
+        # A dying process may end both connections.
+        ((MEASURED, b"", b""), 3, 0, SECONDS),
         # A request whose answer has begun is not sent again.
-        ((MEASURED, b"HTTP/1.1 2\0"), 2, 0),
-        ((MEASURED, OK + b"Content-Length: 3\r\n\r\nab\0"), 2, 0),
-        ((MEASURED, OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n\0"), 2, 0),
-        ((MEASURED, b"nonsense\0"), 2, 0),
-        ((MEASURED, OK + b"X: " + b"x" * 70_000 + b"\0"), 2, 0),
+        ((MEASURED, b"HTTP/1.1 2\0"), 2, 0, 0),
+        ((MEASURED, OK + b"Content-Length: 3\r\n\r\nab\0"), 2, 0, 0),
+        ((MEASURED, OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n\0"), 2, 0, 0),
+        ((MEASURED, b"nonsense\0"), 2, 0, 0),
+        ((MEASURED, OK + b"X: " + b"x" * 70_000 + b"\0"), 2, 0, 0),
     ],
 )
 def test_a_missing_or_incomplete_answer_is_the_instances_failure(
-    answers: list[bytes], num_requests: int, min_idle: float, monkeypatch: pytest.MonkeyPatch
+    answers: list[bytes], num_requests: int, min_idle: float, death: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_client, "_MIN_IDLE_SECONDS", min_idle)
+    monkeypatch.setattr(http_client, "_DEATH_SECONDS", death)
 
     async def check() -> None:
         server = Scripted(*answers)
@@ -282,7 +285,7 @@ def test_a_missing_or_incomplete_answer_is_the_instances_failure(
             with pytest.raises(AnswerLostError) as caught:
                 await ask(upstream, url)
             assert len(server.asked) == num_requests
-            assert caught.value.num_sent == num_requests - (len(answers) > 1)
+            assert caught.value.num_sent == (1 if death else num_requests - (len(answers) > 1))
 
     run(check)
 

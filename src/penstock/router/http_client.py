@@ -2,7 +2,8 @@
 
 The instance may close a connection that has been idle for long just when it is reused. A request whose connection is
 closed then, before the first byte of its answer, is sent once more, over a new connection; if that fails too, the
-instance has failed, and the request has been sent twice (`AnswerLostError.num_sent`).
+instance has failed, and the request has been sent twice (`AnswerLostError.num_sent`), unless both ends are those of one
+process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 4.0
 # A connection that ends sooner after its last answer was not closed because it was idle.
 _MIN_IDLE_SECONDS = 1.0
+# A process that dies ends all its connections within less, and another one takes longer to start.
+_DEATH_SECONDS = 1.0
 _MAX_HEAD_BYTES = 64 << 10
 # The limit for an answer that the client does not read; then the instance has to wait.
 _MAX_BUFFERED_BYTES = 256 << 10
@@ -94,7 +97,7 @@ class HttpUpstream:
         origin = _origin(base)
         data = _head_of(call, origin, target) + call.body
         kept = self._take(base)
-        num_sent = 0
+        num_sent, ended_at = 0, 0.0
         if kept is not None:
             has_been_idle = self._loop.time() - kept.idle_since >= _MIN_IDLE_SECONDS
             try:
@@ -102,12 +105,17 @@ class HttpUpstream:
             except _ClosedError:
                 if not has_been_idle:
                     raise
-                num_sent = 1
+                num_sent, ended_at = 1, self._loop.time()
         try:
             connection = await _connect(origin, functools.partial(self._put_back, base))
         except PeerError as error:
             raise AnswerLostError(str(error), num_sent) if num_sent else error from None
-        return await connection.ask(call.method, data, num_sent + 1)
+        try:
+            return await connection.ask(call.method, data, num_sent + 1)
+        except _ClosedError as error:
+            if self._loop.time() - ended_at < _DEATH_SECONDS:
+                error.num_sent = 1
+            raise
 
     def _take(self, base: str) -> InstanceConnection | None:
         """Returns the connection used last."""
