@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from penstock.router.dispatcher import Limits
 from penstock.router.exchange import Timeouts
 from penstock.router.instances import Instance, Role, State
 from penstock.router.service import Listening, RouterConfig, running
@@ -168,7 +169,8 @@ class Server:
 @dataclass
 class Cluster:
     """`style` is how the router drives the instances, `decodes` are the names of those that decode. `options` are
-    further options of the connectors, `config` of `kv_transfer_config`.
+    further options of the connectors, `config` of `kv_transfer_config`. Decode instances compute prompts of at most
+    `max_local_prefill` tokens themselves, where that is sooner.
     """
 
     folder: Path
@@ -178,6 +180,7 @@ class Cluster:
     flags: Sequence[str] = ()
     cores: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     prefill_timeout: float = 60.0
+    max_local_prefill: int = 0
     decodes: Sequence[str] = ("decode",)
     url: str = field(default="", init=False)
     _listening: Listening = field(init=False)
@@ -229,7 +232,8 @@ class Cluster:
             Instance(self.servers["prefill"].url, Role.PREFILL, bootstrap),
             *(Instance(self.servers[name].url, Role.DECODE) for name in self.decodes),
         ]
-        config = RouterConfig(instances, port=0, timeouts=Timeouts(prefill=self.prefill_timeout))
+        limits, timeouts = Limits(max_local_prefill=self.max_local_prefill), Timeouts(prefill=self.prefill_timeout)
+        config = RouterConfig(instances, port=0, limits=limits, timeouts=timeouts)
         async with running(config) as self._listening:
             self.url = self._listening.url
             yield

@@ -40,9 +40,9 @@ SAMPLING_FLAGS = {
 }  # fmt: skip
 ROUTER_FLAGS = {
     "--admin-port", "--allow-unauthenticated", "--dead-after", "--decode", "--health-interval", "--host",
-    "--max-migrations", "--max-outstanding", "--max-queued-requests", "--max-retries", "--max-self-prefills",
-    "--migrate", "--migrate-after", "--policy", "--port", "--prefill", "--prefill-timeout", "--queue-timeout",
-    "--serve", "--shutdown-timeout", "--stall-after",
+    "--max-local-prefill", "--max-migrations", "--max-outstanding", "--max-queued-requests", "--max-retries",
+    "--max-self-prefills", "--migrate", "--migrate-after", "--policy", "--port", "--prefill", "--prefill-timeout",
+    "--queue-timeout", "--serve", "--shutdown-timeout", "--stall-after",
 }  # fmt: skip
 BENCH_FLAGS = {"--input-len", "--output-len", "--output-json"}
 LOAD_FLAGS = {

@@ -378,7 +378,7 @@ def test_prefill_and_decode_instances_against_one_engine(tmp_path: Path) -> None
         serve() as alone,
         instance("nixl", "p") as prefill,
         instance("nixl", "d") as decode,
-        route("--prefill", prefill.url, "--decode", decode.url) as router,
+        route("--prefill", prefill.url, "--decode", decode.url, "--max-local-prefill", "0") as router,
     ):
         file = tmp_path / "report.json"
         code, report = audit(alone.url, file, "--against", router.url, "--pressure-tokens", "2500")

@@ -85,7 +85,7 @@ def test_no_request_ends_an_engine(connector: str, seed: int | None) -> None:
     with contextlib.ExitStack() as stack:
         prefill, decode, bootstrap = stack.enter_context(engines(connector))
         flag = f"{prefill.url},bootstrap={bootstrap}" if bootstrap else prefill.url
-        router = stack.enter_context(route("--prefill", flag, "--decode", decode.url))
+        router = stack.enter_context(route("--prefill", flag, "--decode", decode.url, "--max-local-prefill", "0"))
         urls = (prefill.url, decode.url, router.url)
         expected = tokens(router.url)
         asked = {**PLAIN, "prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}}

@@ -43,7 +43,7 @@ class Router:
         urllib.request.urlopen(request, timeout=SECONDS).close()
 
     def counter(self, name: str) -> float:
-        lines = [line for line in self.get("/metrics").splitlines() if re.match(name + r"(\{| )", line)]
+        lines = [line for line in self.get("/metrics").splitlines() if re.match(re.escape(name) + r"(\{| )", line)]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> None:
@@ -93,7 +93,9 @@ def test_tokens_are_those_of_one_engine_while_instances_die() -> None:
         instance("nixl", "p1") as p1,
         instance("nixl", "p2") as p2,
         instance("nixl", "d") as d,
-        route("--prefill", p1.url, "--prefill", p2.url, "--decode", d.url, "--dead-after", "1") as router,
+        route(
+            "--prefill", p1.url, "--prefill", p2.url, "--decode", d.url, "--dead-after", "1", "--max-local-prefill", "0"
+        ) as router,
     ):
         assert answers(router.url) == answers(one.url)
         assert metric(d, "p2p_consumer_completed") > 0
@@ -117,15 +119,37 @@ def test_tokens_are_those_of_one_engine_while_instances_die() -> None:
             ask(router.url)
 
 
+@pytest.mark.long
+def test_short_prompts_are_computed_where_they_are_answered() -> None:
+    with (
+        instance("nixl", "p") as p,
+        instance("nixl", "d") as d,
+        route("--prefill", p.url, "--decode", d.url) as router,
+    ):
+        client = OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
+        options: Any = {"model": "demo", "max_tokens": 8, "temperature": 0, "stream": True}
+        texts: list[str] = []
+        for number in range(4):
+            chunks = client.completions.create(prompt=f"{number}. The key of Anna is", **options)
+            texts.append("".join(chunk.choices[0].text for chunk in chunks if chunk.choices))
+        assert router.counter('penstock_router_prompts_total{computing="prefill"}') >= 1
+        assert router.counter('penstock_router_prompts_total{computing="decode"}') >= 1
+        assert router.counter("penstock_router_prefill_tokens_per_second") > 0
+        direct = OpenAI(base_url=f"{p.url}/v1", api_key="none", max_retries=0)
+        for number, text in enumerate(texts):
+            chunks = direct.completions.create(prompt=f"{number}. The key of Anna is", **options)
+            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
+
+
 @contextlib.contextmanager
-def servers_with_events(count: int) -> Iterator[list[tuple[ServerProcess, str]]]:
+def servers_with_events(count: int, *flags: str) -> Iterator[list[tuple[ServerProcess, str]]]:
     """Starts servers that publish KV events; yields each with the router's argument for it."""
     with contextlib.ExitStack() as stack:
         found: list[tuple[ServerProcess, str]] = []
         for _ in range(count):
             events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
             config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
-            server = stack.enter_context(serve(*MEMORY, "--kv-events-config", json.dumps(config)))
+            server = stack.enter_context(serve(*MEMORY, *flags, "--kv-events-config", json.dumps(config)))
             found.append((server, f"{server.url},events={events},replay={replay}"))
         yield found
 
@@ -165,3 +189,35 @@ def test_conversations_stay_where_their_kv_is() -> None:
         os.kill(servers[0][0].pid, signal.SIGKILL)
         usage = turn(client, talks[0])
         assert usage.completion_tokens > 0
+
+
+@pytest.mark.long
+def test_a_beginning_is_loaded_from_the_instance_that_has_it() -> None:
+    both = {"kv_connector": "P2PConnector", "kv_role": "kv_both"}
+    prompt = [number % 200 + 20 for number in range(620)]
+    options: Any = {"model": "demo", "temperature": 0}
+    endless: Any = {**options, "extra_body": {"ignore_eos": True}}
+    with (
+        servers_with_events(2, "--kv-transfer-config", json.dumps(both)) as servers,
+        route(*(flag for _, text in servers for flag in ("--serve", text))) as router,
+    ):
+        has, _ = (server.url for server, _ in servers)
+        direct = OpenAI(base_url=f"{has}/v1", api_key="none", max_retries=0)
+        expected = direct.completions.create(prompt=[*prompt, 30, 31], max_tokens=8, **options).choices[0].text
+        router.until(lambda found: found[has]["blocks"] >= len(prompt) // 16)
+        client = OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
+        # The first measures how fast prompts are computed; all go where the prompt is, until that has too much to do.
+        streams = []
+        for number in range(3):
+            stream = client.completions.create(prompt=[*prompt, number], max_tokens=900, stream=True, **endless)
+            next(iter(stream))
+            streams.append(stream)
+        done = client.completions.create(prompt=[*prompt, 30, 31], max_tokens=8, **options)
+        for stream in streams:
+            stream.close()
+        assert done.choices[0].text == expected
+        assert done.usage is not None
+        assert done.usage.prompt_tokens_details is not None
+        assert done.usage.prompt_tokens_details.cached_tokens == len(prompt) // 16 * 16
+        assert router.counter('penstock_router_prompts_total{computing="sibling"}') == 1
+        assert metric(servers[1][0], "p2p_consumer_completed") == 1

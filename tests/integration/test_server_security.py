@@ -139,7 +139,8 @@ def test_odd_spellings_do_not_bypass_authentication(keyed: ServerProcess, method
 
 def test_only_the_routes_of_supervisors_are_public(keyed: ServerProcess) -> None:
     assert call(keyed.url, "GET", "/health").json() == {"status": "ok", "reason": None}
-    assert call(keyed.url, "GET", "/ready").json() == {"ready": True, "reason": None, "models": ["demo"]}
+    expected = {"ready": True, "reason": None, "models": ["demo"], "shares_kv": False}
+    assert call(keyed.url, "GET", "/ready").json() == expected
     assert call(keyed.url, "GET", "/metrics").body.startswith(b"# HELP")
     for path in ("/health", "/ready"):
         head = call(keyed.url, "HEAD", path)

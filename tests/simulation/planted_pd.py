@@ -12,6 +12,7 @@ from penstock.kv_transfer.p2p.consumer import LoadState
 from penstock.kv_transfer.p2p.messages import DoneAck
 from penstock.kv_transfer.p2p.producer import HoldState
 from penstock.kv_transfer.p2p.session import Send
+from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_transfer import TransferId
 from penstock.utils.errors import PeerError
 from tests.simulation.patches import Patches, bug, changes, returns, sets, skips, within
@@ -54,6 +55,24 @@ def _accept_any_prompt(original: Original, self: Any, reader: Any, now: float) -
         fetch = msgspec.structs.replace(reader.fetch, prompt_digest=offer.prompt_digest)
         reader = dataclasses.replace(reader, fetch=fetch)
     original(self, reader, now)
+
+
+def _compare_whole(original: Original, self: Any, request: Any) -> None:
+    exchange, want = self._exchange, self._exchange.want
+    digest = digest_prompt(request.prompt_token_ids, request.kv_scope)
+    exchange.want = lambda name, asked, _: want(name, asked, digest)
+    try:
+        original(self, request)
+    finally:
+        del exchange.want
+
+
+def _match_whole(original: Original, self: Any, request: Any, num_computed_tokens: int) -> Any:
+    match = original(self, request, num_computed_tokens)
+    if not match.num_tokens:
+        return match
+    size = self._block_size
+    return dataclasses.replace(match, num_tokens=(request.num_prompt_tokens - 1) // size * size - num_computed_tokens)
 
 
 def _endless(state: HoldState) -> Patches:
@@ -141,6 +160,16 @@ PD_BUGS = (
         changes(
             f"{_CONSUMER}._on_confirmed", lambda original, self, load, *, is_valid: original(self, load, is_valid=True)
         ),
+    ),
+    bug(
+        "the whole prompt is compared with a shared beginning",
+        "pd_shared_prefix",
+        changes("kv_transfer.p2p.scheduler:P2PScheduler.on_new_request", _compare_whole),
+    ),
+    bug(
+        "more than the shared beginning is requested",
+        "pd_shared_prefix",
+        changes("kv_transfer.p2p.scheduler:P2PScheduler.get_num_new_matched_tokens", _match_whole),
     ),
     bug("a ticket can be used twice", "pd_tickets", changes(f"{_PRODUCER}._find", _offer_again)),
     bug("the prompts are not compared", "pd_tickets", changes(f"{_PRODUCER}._answer", _accept_any_prompt)),

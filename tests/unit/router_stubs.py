@@ -28,7 +28,7 @@ PATH = "/v1/completions"
 
 class Stub:
     """An instance whose answers a test decides. `health` is the status that it reports; with None, /health
-    never answers. `models` are those that it reports."""
+    never answers. `models` are those that it reports, and `shares_kv` is what it reports."""
 
     def __init__(self, role: Role, handler: Handler, *, has_bootstrap: bool = False) -> None:
         self.role = role
@@ -36,6 +36,7 @@ class Stub:
         self.has_bootstrap = has_bootstrap
         self.health: str | None = "ok"
         self.models: list[str] | None = None
+        self.shares_kv = False
         self.num_requests = 0
         self.num_cancelled = 0
         self.bodies: list[Any] = []
@@ -62,7 +63,8 @@ class Stub:
     async def _ready(self, _: web.Request) -> web.Response:
         if self.health is None:
             await asyncio.Event().wait()
-        return web.json_response({"models": self.models or []}, status=200 if self.health == "ok" else 503)
+        body = {"models": self.models or [], "shares_kv": self.shares_kv}
+        return web.json_response(body, status=200 if self.health == "ok" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(status=404)

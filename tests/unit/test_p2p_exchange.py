@@ -754,6 +754,16 @@ def test_no_more_tokens_are_requested_than_the_prompt_has() -> None:
         assert engine.scheduler.get_num_new_matched_tokens(request, 0).num_tokens == expected
 
 
+def test_a_shared_beginning_is_compared_and_requested_alone() -> None:
+    serial: dict[str, Any] = {"remote_host": "127.0.0.1", "remote_port": 1, "remote_engine_id": "p", "ticket": "t"}
+    for remote, compared in ((3, 3), (5, 5), (100, 5)):
+        engine = Engine()
+        request = Request("a", {"do_remote_prefill": True, **serial, "remote_num_tokens": remote})
+        engine.scheduler.on_new_request(request)
+        found = engine.scheduler._exchange._consumer._loads[request.hold_id].prompt_digest
+        assert found == digest_prompt(request.prompt_token_ids[:compared], b"")
+
+
 @pytest.mark.parametrize("is_computed", [True, False])
 def test_the_other_engine_is_told_that_a_request_needs_nothing(is_computed: bool) -> None:
     engine, request = Engine(), remote_request()

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cli.commands import make_parser
 from penstock.router.bodies import is_divisible, only_prompt
-from penstock.router.dispatcher import Decision, Dispatcher, Limits, Plan, Policy, Refusal, Routed
+from penstock.router.dispatcher import Computing, Decision, Dispatcher, Limits, Plan, Policy, Refusal, Routed
 from penstock.router.health import HealthChecks, HealthConfig, Reply, signal_of, tokens_counted
 from penstock.router.http_client import Call, HttpUpstream, Take
 from penstock.router.instances import Instance, Role, Signal, State, make_instance, parse_instance
@@ -88,7 +88,7 @@ def test_another_prefill_instance_is_tried_and_then_the_decode_instance() -> Non
     decision = router.failed(each, "p1", "x", 2)
     assert plan(decision) == ("d0", None)
     assert isinstance(decision, Plan)
-    assert decision.computes_itself
+    assert decision.computing is Computing.FALLBACK
     router.answer_goes_on(each, 3)
     router.check_integrity()
     with pytest.raises(AssertionError):

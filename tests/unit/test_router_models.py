@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 
-from penstock.router.health import Reply, models_of
+from penstock.router.health import Reply, reported
 from tests.unit.router_stubs import PATH, Client, Handler, Stub, decode, prefill, prefilled, routed, run, serve
 
 
@@ -87,4 +87,4 @@ def test_halves_are_paired_within_a_model() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"models": 5}', b'{"models": [1]}', b"\xff", b'{"models": null}'])
 def test_an_instance_that_reports_no_models_serves_any(body: bytes) -> None:
-    assert models_of(Reply(200, body)) == ()
+    assert reported(Reply(200, body)) == ((), False)

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         # Imported here: the help text needs none of it.
         import asyncio
 
+        from penstock.router.dispatcher import Limits
         from penstock.router.instances import Role, make_instance
         from penstock.router.service import Listening, RouterConfig, route
         from penstock.utils import logging
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
             make_instance(prefill, Role.PREFILL, bootstrap if args.style == "concurrent" else ""),
             make_instance(decode, Role.DECODE),
         )
-        asyncio.run(route(RouterConfig(instances, port=args.port), on_listening))
+        # Every prompt is to be moved, also a short one.
+        config = RouterConfig(instances, port=args.port, limits=Limits(max_local_prefill=0))
+        asyncio.run(route(config, on_listening))
     return 0
 
 

@@ -29,6 +29,7 @@ from penstock.executor.factory import make_executor
 from penstock.grammar.backend import Grammar, GrammarBackend
 from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.kv_transfer.connector import SchedulerConnector
+from penstock.kv_transfer.factory import shares_kv
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.structured_outputs import GrammarSpec
@@ -173,6 +174,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         tensor_parallel_size=config.parallel.tp,
         pipeline_parallel_size=config.parallel.pp,
         data_parallel_size=config.parallel.dp,
+        shares_kv=config.parallel.dp == 1 and shares_kv(config.kv_transfer),
         shares_experts=config.parallel.num_joint_engines > 1,
         pooling=None if config.pooling is None else config.pooling.summary,
         wrapper=config.model.wrapper,

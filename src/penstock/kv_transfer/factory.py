@@ -104,6 +104,16 @@ def answers_requests(config: KVTransferConfig) -> bool:
     return getattr(_find(config), "answers_requests", False) or any(map(answers_requests, _children(config)))
 
 
+def shares_kv(config: KVTransferConfig | None) -> bool:
+    """Returns whether other engines can load KV from this one, and this one from them, for requests with
+    `kv_transfer_params`. Raises ConfigError for an unknown connector.
+    """
+    if config is None:
+        return False
+    is_sharing = config.kv_role == "kv_both" and getattr(_find(config), "answers_requests", False)
+    return is_sharing or any(map(shares_kv, _children(config)))
+
+
 def _children(config: KVTransferConfig) -> Iterable[KVTransferConfig]:
     children = getattr(_find(config), "children", None)
     return () if children is None else children(config).values()

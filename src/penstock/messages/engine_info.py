@@ -15,12 +15,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     each rank on a CPU. `kv_cache_bytes` is the sum over all ranks, each of which stores its part of every block, and
     `kv_cache_dtype` that of the stored numbers; `state_cache_bytes` is the sum of the `num_states` states of recurrent
     layers, kept every `checkpoint_interval` tokens. `load_seconds` is the time from the first worker's start to the end
-    of the warm-up. `pooling` describes in words what a pooling engine returns. `shares_experts`: the data parallel
-    engines divide the experts among them. `wrapper` is the model type of a multimodal model whose text part is served.
-    `weights` names the formats in which the checkpoint's weights are; `num_weights` and their bytes in memory are sums
-    over all ranks. Engines with the same `fingerprint` generate the same tokens: it covers the weights, the model's
-    configuration and the arithmetic. `max_loras` is how many adapters run at once, `lora_bytes` the memory on
-    all ranks that is kept free for those in memory, and `lora_targets` are the projections that adapters may change, by
+    of the warm-up. `shares_kv`: other engines can load KV from it, and it from them. `pooling` describes in words what
+    a pooling engine returns. `shares_experts`: the data parallel engines divide the experts among them. `wrapper` is
+    the model type of a multimodal model whose text part is served. `weights` names the formats in which the
+    checkpoint's weights are; `num_weights` and their bytes in memory are sums over all ranks. Engines with the same
+    `fingerprint` generate the same tokens: it covers the weights, the model's configuration and the arithmetic.
+    `max_loras` is how many adapters run at once, `lora_bytes` the memory on all ranks that is kept free for those in
+    memory, and `lora_targets` are the projections that adapters may change, by
     name.
     """
 
@@ -41,6 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    shares_kv: bool = False
     shares_experts: bool = False
     pooling: str | None = None
     wrapper: str = ""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,12 @@ ROUTER_METRICS = (
     gauge("penstock_router_instances", "Instances, by role and state.", "role", "state"),
     counter("penstock_router_responses", "Answers, by route and status.", "route", "status"),
     counter("penstock_router_migrations", "Streams that another instance was to continue.", "reason", "outcome"),
+    counter("penstock_router_prompts", "Prompts, by where they are computed.", "computing"),
+    gauge("penstock_router_prefill_tokens_per_second", "Measured speed of prompts.", "worker"),
+    gauge("penstock_router_prefill_seconds", "Measured time of a prompt besides that for its tokens.", "worker"),
+    gauge("penstock_router_load_tokens_per_second", "Measured speed of KV from another instance.", "worker"),
+    gauge("penstock_router_load_seconds", "Measured time of such a load besides that for its tokens.", "worker"),
+    gauge("penstock_router_expected_first_token_seconds", "The last estimates, by where it is computed.", "computing"),
     counter("penstock_router_self_prefills", "Prompts that a decode instance computed, for want of a prefill one."),
     counter("penstock_router_prompt_tokens", "Prompt tokens, by the usage of the instance's answers.", "worker"),
     counter("penstock_router_cached_tokens", "Those of them that the instance had cached or loaded.", "worker"),
@@ -57,7 +63,9 @@ ROUTER_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """An instance's values for a scrape. `num_blocks` is None if it publishes no KV events."""
+    """An instance's values for a scrape. `num_blocks` is None if it publishes no KV events. `prompts` and `loads` are
+    measured seconds, of each and for each token; None if they are unknown.
+    """
 
     url: str
     role: str
@@ -66,6 +74,8 @@ class InstanceView:
     num_outstanding: int
     load: int
     num_blocks: int | None
+    prompts: tuple[float, float] | None = None
+    loads: tuple[float, float] | None = None
 
 
 class RouterMetrics:
@@ -103,8 +113,20 @@ class RouterMetrics:
         assert kind in _ERRORS, kind
         self.count("vllm_router_request_errors", 1, route_of(path), kind)
 
-    def render(self, accept: str, instances: Iterable[InstanceView], num_queued: int) -> tuple[bytes, str]:
-        """Returns the response to a scrape with this Accept header, and its content type."""
+    def _show_line(self, name: str, url: str, line: tuple[float, float] | None) -> None:
+        if line is None:
+            return
+        base, slope = line
+        self._families.gauges[f"penstock_router_{name}_seconds"].labels(url).set(base)
+        if slope:
+            self._families.gauges[f"penstock_router_{name}_tokens_per_second"].labels(url).set(1 / slope)
+
+    def render(
+        self, accept: str, instances: Iterable[InstanceView], num_queued: int, estimates: Mapping[str, float]
+    ) -> tuple[bytes, str]:
+        """Returns the response to a scrape with this Accept header, and its content type. `estimates` are the last ones
+        of the time to the first token, by where the prompt is computed.
+        """
         for (name, labels), amount in self._counted.items():
             family = self._families.counters[name]
             (family.labels(*labels) if labels else family).inc(amount)
@@ -116,8 +138,13 @@ class RouterMetrics:
             gauges[f"vllm_router_{name}"].clear()
         by_state = gauges["penstock_router_instances"]
         by_state.clear()
+        for name in ("prefill", "load"):
+            gauges[f"penstock_router_{name}_seconds"].clear()
+            gauges[f"penstock_router_{name}_tokens_per_second"].clear()
         num_ready = 0
         for each in instances:
+            self._show_line("prefill", each.url, each.prompts)
+            self._show_line("load", each.url, each.loads)
             num_ready += each.is_ready
             gauges["vllm_router_worker_health"].labels(each.url).set(each.is_ready)
             gauges["vllm_router_worker_load"].labels(each.url).set(each.load)
@@ -127,6 +154,8 @@ class RouterMetrics:
                 known_blocks.labels(each.url).set(each.num_blocks)
         gauges["vllm_router_active_workers"].set(num_ready)
         gauges["penstock_router_queued_requests"].set(num_queued)
+        for computing, seconds in estimates.items():
+            gauges["penstock_router_expected_first_token_seconds"].labels(computing).set(seconds)
         return self._families.render(accept)
 
 

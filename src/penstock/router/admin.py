@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.router.bodies import parse_object
-from penstock.router.dispatcher import Dispatcher
+from penstock.router.dispatcher import Computing, Dispatcher
 from penstock.router.front_door import reason_to_refuse
 from penstock.router.http_server import Request, Response
 from penstock.router.instances import OPTIONS, Instance, Role, make_instance
@@ -104,7 +104,9 @@ class Admin:
         return url
 
     def _state(self) -> Mapping[str, Any]:
+        lines = {each.url: (each.prompts, each.loads) for each in self._observer.instances()}
         return {
+            "prompts": {each.value: self._observer.num_prompts[each] for each in Computing},
             "queued": self._dispatcher.num_queued,
             "running": self._dispatcher.num_live - self._dispatcher.num_queued,
             "instances": [
@@ -118,10 +120,17 @@ class Admin:
                     "requests": member.num_chosen,
                     "blocks": self._observer.num_blocks(member.url),
                     "hit_rate": self._observer.hit_rate(member.url),
+                    "prefill_rate": _per_second(lines[member.url][0]),
+                    "load_rate": _per_second(lines[member.url][1]),
                 }
                 for member in self._dispatcher.pool
             ],
         }
+
+
+def _per_second(line: tuple[float, float] | None) -> float | None:
+    """Returns measured tokens per second, None if they are unknown."""
+    return 1 / line[1] if line is not None and line[1] else None
 
 
 def _describe(instance: Instance) -> dict[str, str]:

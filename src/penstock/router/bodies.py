@@ -68,13 +68,22 @@ class ClientRequest(msgspec.Struct, frozen=True):
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return ""
 
+    @property
+    def is_streamed(self) -> bool:
+        return self.completion is not None and self.completion.get("stream") is True
+
+    def estimate_tokens(self) -> int:
+        """Estimates the prompt's tokens, from the body's size unless it has a list of them."""
+        given = only_prompt(self.completion or {})
+        return len(given) if isinstance(given, list) else estimate_tokens(len(self.body))
+
     def is_divisible(self) -> bool:
         return self.completion is not None and is_divisible(self.completion)
 
     def may_be_reported(self) -> bool:
         """Returns whether the answer is a stream of one completion, which the client does not follow itself."""
         is_followed = header_of(self.headers, STREAM_HEADER.lower()) is not None
-        return self.is_divisible() and (self.completion or {}).get("stream") is True and not is_followed
+        return self.is_streamed and self.is_divisible() and not is_followed
 
 
 class _Named(msgspec.Struct):
@@ -234,6 +243,12 @@ def continued(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, An
 
 def serial_prefill_body(body: Mapping[str, Any]) -> bytes:
     return _one_token_body(body, {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+def shared_prefix_body(body: Mapping[str, Any], token_ids: Sequence[int]) -> bytes:
+    """Returns the request by which an instance offers its KV of these first tokens of the prompt."""
+    kept = {name: body[name] for name in ("model", "cache_salt", "priority") if name in body}
+    return _one_token_body({**kept, "prompt": token_ids}, {"do_remote_decode": True, "do_remote_prefill": False})
 
 
 def concurrent_prefill_body(body: Mapping[str, Any], transfer_id: str) -> bytes:

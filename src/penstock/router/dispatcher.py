@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from penstock.router.costs import CostModel
 from penstock.router.instances import Instance, Role
 from penstock.router.pool import Lease, Member, Pool
 from penstock.router.waiting import FairQueue
@@ -38,7 +39,8 @@ class Policy(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_outstanding`: maximum concurrent requests of one instance. `max_self_prefills`: maximum concurrent prompts
-    that decode instances compute because no prefill instance is available. `queue_timeout` is in seconds.
+    that decode instances compute. `max_local_prefill`: the most tokens of a prompt that one computes although there is
+    a prefill instance, because its first token is then expected sooner. `queue_timeout` is in seconds.
     `max_migrations`: how often a stream may be continued by another instance.
     """
 
@@ -47,6 +49,7 @@ class Limits:
     queue_timeout: float = 30.0
     max_retries: int = 2
     max_self_prefills: int = 4
+    max_local_prefill: int = 512
     max_migrations: int = 3
 
     def check(self) -> None:
@@ -57,6 +60,7 @@ class Limits:
             "queue_timeout",
             "max_retries",
             "max_self_prefills",
+            "max_local_prefill",
             "max_migrations",
         ):
             low = int(name == "max_outstanding")
@@ -85,13 +89,30 @@ _NEXT = {
 }
 
 
+class Computing(enum.StrEnum):
+    """Which instance computes a prompt."""
+
+    WHOLE = "whole"
+    """The one that answers."""
+    PREFILL = "prefill"
+    """A prefill instance, for the decode instance that answers."""
+    DECODE = "decode"
+    """The decode instance that answers, because that is expected to be sooner."""
+    FALLBACK = "fallback"
+    """The decode instance that answers, because no prefill instance is available."""
+    SIBLING = "sibling"
+    """The one that answers, after it has loaded the beginning from another one."""
+
+
 @dataclass(slots=True, eq=False)
 class Routed:
-    """A request with the data for its routing. `is_divisible`: whether a prefill instance can compute its prompt;
-    evaluated only if not all instances compute whole requests. `model`: the model's name, empty if any will do.
-    `client`: whose request it is (`router.waiting`).
-    `cached`: the known number of its prompt's tokens that instances have, by URL. `num_lost`: how many times an
-    instance may have died of it.
+    """A request with the data for its routing. `is_divisible`: whether another instance can compute its prompt;
+    evaluated only if not all instances compute whole requests, or another one has more of the prompt. `model`: the
+    model's name, empty if any will do. `client`: whose request it is (`router.waiting`). `is_timed`: the first part of
+    its answer comes with the first token.
+    `token_ids`: the prompt, if it is known, and `cached` the number of its tokens that instances have, by URL.
+    `num_loading`: how many tokens the target loads from another instance, which it could do from `loads_since` on.
+    `num_lost`: how many times an instance may have died of it.
     """
 
     is_divisible: Callable[[], bool]
@@ -99,6 +120,8 @@ class Routed:
     client: str = ""
     num_prompt_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict[str, int])
+    token_ids: Sequence[int] = ()
+    is_timed: bool = False
     phase: Phase = Phase.NEW
     waits_since: float = 0.0
     failed: set[str] = field(default_factory=set[str])
@@ -109,18 +132,25 @@ class Routed:
     target: Lease | None = None
     prefill: Lease | None = None
     computes_itself: bool = False
+    num_loading: int = 0
+    loads_since: float | None = None
+
+    def num_missing(self, url: str) -> int:
+        """Returns how many tokens of the prompt the instance does not have."""
+        return max(0, self.num_prompt_tokens - self.cached.get(url, 0))
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`target` answers. `prefill` computes the prompt for it; None if the target does so itself. `computes_itself`: a
-    decode instance does so because no prefill instance is available. `num_cached`: tokens of the prompt that the
-    instance which computes it is expected to have.
+    """`target` answers. `prefill` computes the prompt for it, or the `num_shared` tokens at its beginning that it has;
+    None if the target does so itself. `num_cached`: how many tokens of the prompt the instance that computes it is
+    expected to have.
     """
 
     target: Instance
+    computing: Computing
     prefill: Instance | None = None
-    computes_itself: bool = False
     num_cached: int = 0
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +167,7 @@ class Dispatcher:
     def __init__(self, pool: Pool, limits: Limits, policy: Policy = Policy.PREFIX_AWARE) -> None:
         limits.check()
         self.pool = pool
+        self.costs = CostModel(pool)
         self._limits = limits
         self._policy = policy
         self._queue = FairQueue[Routed]()
@@ -217,8 +248,10 @@ class Dispatcher:
     def prefill_ends(self, request: Routed, now: float, *, is_done: bool) -> None:
         """Called when the plan's prefill instance is finished with the request; `is_done`: the prompt is computed."""
         if request.prefill is not None:
-            if is_done:
+            if is_done and request.prefill.is_open:
                 self.pool.progressed(request.prefill.member.url, now)
+                self.pool.measure_prompt(request.prefill, now)
+                request.loads_since = now if request.loads_since is None else request.loads_since
             self.pool.release(request.prefill)
 
     def answer_goes_on(self, request: Routed, now: float) -> None:
@@ -228,8 +261,16 @@ class Dispatcher:
         if request.phase is Phase.ANSWERING:
             return
         self._move(request, Phase.ANSWERING)
+        if request.is_timed and not request.num_migrations:
+            self._measure(request, request.target, now)
         self.pool.prompt_is_computed(request.target)
         self._end_self_prefill(request)
+
+    def _measure(self, request: Routed, target: Lease, now: float) -> None:
+        if request.prefill is None:
+            self.pool.measure_prompt(target, now)
+        elif request.num_loading and request.loads_since is not None:
+            self.pool.measure_load(target, request.num_loading, request.loads_since, now)
 
     def end(self, request: Routed) -> None:
         """Ends the request. Idempotent."""
@@ -302,27 +343,52 @@ class Dispatcher:
             return Refusal(f"no instance is left that could answer{'; ' + failure if failure else ''}")
         prefills = pool.of(Role.PREFILL, excluded)
         if not (prefills or halves):
-            return self._use(request, now, self._best(request, whole))
+            return self._use_whole(request, now, self._best(request, whole), excluded)
         if not request.is_divisible():
             return self._use(request, now, self._best(request, [*whole, *halves]))
         if request.num_prefill_failures > self._limits.max_retries:
             prefills = []
         if prefills:
-            free = self._with_room(prefills)
-            if not free and not whole:
-                return None
-            target = self._best(request, [*whole, *halves] if free else whole)
-            is_whole = target.instance.role is Role.SERVE
-            return self._use(request, now, target, None if is_whole else self._best(request, free))
+            return self._place_halves(request, now, whole, halves, self._with_room(prefills))
         if whole:
-            return self._use(request, now, self._best(request, whole))
+            return self._use_whole(request, now, self._best(request, whole), excluded)
         if self._num_self_prefills < self._limits.max_self_prefills:
-            self._num_self_prefills += 1
-            request.computes_itself = True
-            return self._use(request, now, self._best(request, halves))
+            return self._use(request, now, self._best(request, halves), Computing.FALLBACK)
         if not self._limits.max_self_prefills:
             return Refusal("no prefill instance is left, and decode instances may not compute prompts themselves")
         return None
+
+    def _place_halves(
+        self, request: Routed, now: float, whole: list[Member], halves: list[Member], prefills: list[Member]
+    ) -> Plan | None:
+        """Decides whether a prefill instance computes the prompt. All these have room; there may be none of a kind."""
+        candidates = [*whole, *halves] if prefills or self._may_compute(request, halves) else whole
+        if not candidates:
+            return None
+        target = self._best(request, candidates)
+        if target.instance.role is Role.SERVE:
+            return self._use(request, now, target)
+        prefill = self._best(request, prefills) if prefills else None
+        if self._may_compute(request, [target]) and (
+            prefill is None or self.costs.is_sooner_alone(request, target, prefill, now)
+        ):
+            return self._use(request, now, target, Computing.DECODE)
+        return None if prefill is None else self._use(request, now, target, Computing.PREFILL, prefill)
+
+    def _may_compute(self, request: Routed, members: Sequence[Member]) -> bool:
+        """Returns whether one of these decode instances may compute the prompt although there is a prefill instance."""
+        least = min((request.num_missing(each.url) for each in members), default=math.inf)
+        return least <= self._limits.max_local_prefill and self._num_self_prefills < self._limits.max_self_prefills
+
+    def _use_whole(self, request: Routed, now: float, target: Member, excluded: Collection[str]) -> Plan:
+        """Uses an instance that computes whole requests, and another one that has more of the prompt, if that helps."""
+        source = None
+        if request.token_ids and self._policy is Policy.PREFIX_AWARE:
+            able = [each for each in self._with_room(self.pool.of(Role.SERVE, excluded)) if each is not target]
+            source = self.costs.sibling(request, target, able, now)
+        if source is None or not request.is_divisible():
+            return self._use(request, now, target)
+        return self._use(request, now, target, Computing.SIBLING, source)
 
     def _with_room(self, members: Sequence[Member]) -> list[Member]:
         limit = self._limits.max_outstanding
@@ -333,14 +399,28 @@ class Dispatcher:
             return min(members, key=lambda member: member.last_chosen)
         return least_loaded(members, lambda member: request.cached.get(member.url, 0))
 
-    def _use(self, request: Routed, now: float, target: Member, prefill: Member | None = None) -> Plan:
+    def _use(
+        self,
+        request: Routed,
+        now: float,
+        target: Member,
+        computing: Computing = Computing.WHOLE,
+        prefill: Member | None = None,
+    ) -> Plan:
         self._move(request, Phase.PLANNED)
-        computing = target if prefill is None else prefill
-        num_cached = min(request.cached.get(computing.url, 0), request.num_prompt_tokens)
-        num_tokens = request.num_prompt_tokens - num_cached
-        request.target = self.pool.lease(target, num_tokens if prefill is None else 0, now)
-        request.prefill = None if prefill is None else self.pool.lease(prefill, num_tokens, now)
-        return Plan(target.instance, prefill and prefill.instance, request.computes_itself, num_cached)
+        is_shared, missing = computing is Computing.SIBLING, request.num_missing(target.url)
+        by_prefill = 0 if prefill is None else request.num_missing(prefill.url)
+        num_shared = request.num_prompt_tokens - by_prefill if is_shared else 0
+        if computing in (Computing.DECODE, Computing.FALLBACK):
+            self._num_self_prefills += 1
+            request.computes_itself = True
+        by_target = missing if prefill is None else by_prefill if is_shared else 0
+        request.target = self.pool.lease(target, by_target, now)
+        request.prefill = None if prefill is None else self.pool.lease(prefill, 0 if is_shared else by_prefill, now)
+        request.num_loading = missing - by_target
+        request.loads_since = now if is_shared else None
+        num_cached = request.num_prompt_tokens - (by_prefill if prefill and not is_shared else missing)
+        return Plan(target.instance, computing, prefill and prefill.instance, num_cached, num_shared)
 
     # ---- Leases of a request ----
 
@@ -348,7 +428,8 @@ class Dispatcher:
         for lease in (request.target, request.prefill):
             if lease is not None:
                 self.pool.release(lease)
-        request.target = request.prefill = None
+        request.target = request.prefill = request.loads_since = None
+        request.num_loading = 0
         self._end_self_prefill(request)
 
     def _end_self_prefill(self, request: Routed) -> None:

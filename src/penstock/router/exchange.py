@@ -130,7 +130,7 @@ class Exchanges:
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
         model = incoming.model() if self._dispatcher.pool.has_groups else ""
-        request = Routed(incoming.is_divisible, model, incoming.client)
+        request = Routed(incoming.is_divisible, model, incoming.client, is_timed=incoming.is_streamed)
         is_over, since, tail = False, self._clock.now(), _Tail()
         is_migrated = self._timeouts.migrate is not None and incoming.may_be_reported()
         stream = ReportedStream() if is_migrated else None
@@ -138,11 +138,12 @@ class Exchanges:
         self._observer.arrived(incoming)
         try:
             try:
-                request.num_prompt_tokens, request.cached = await self._prompts.look_up(incoming)
+                found = await self._prompts.look_up(incoming)
+                request.num_prompt_tokens, request.token_ids, request.cached = found
             except AnswerLostError as error:
                 logger.warning("a prompt could not be tokenized: %s", error)
                 request.num_lost = error.num_sent
-                request.num_prompt_tokens = bodies.estimate_tokens(len(incoming.body))
+                request.num_prompt_tokens = incoming.estimate_tokens()
             decision = self._dispatcher.submit(request, self._clock.now())
             while not is_over:
                 if decision is None:
@@ -276,6 +277,9 @@ class Exchanges:
         try:
             if prefill is None or incoming.completion is None:
                 await self._stream(attempt, attempt.data, client, None)
+            elif attempt.plan.num_shared:
+                data = await self._share(attempt, prefill, incoming.completion)
+                await self._stream(attempt, data, client, None)
             elif prefill.bootstrap:
                 await self._run_both_halves(attempt, prefill, incoming.completion, client)
             else:
@@ -303,6 +307,22 @@ class Exchanges:
             assert attempt.body is not None
             data = bodies.with_params(attempt.data, attempt.body, params)
             await self._stream(attempt, data, client, prefilling)
+
+    async def _share(self, attempt: _Attempt, sibling: Instance, body: dict[str, Any]) -> bytes:
+        """Returns the request for the target, with the KV parameters of another instance that has the beginning of its
+        prompt; without them if that one gives none. Raises _InstanceFailedError.
+        """
+        # One token more, because an instance always computes the last one.
+        token_ids = attempt.request.token_ids[: attempt.plan.num_shared + 1]
+        headers = bodies.headers_for_prefill(attempt.incoming.headers)
+        call = Call("POST", sibling.url + bodies.COMPLETIONS[0], headers, bodies.shared_prefix_body(body, token_ids))
+        status, _, content = await self._fetch(sibling, call, self._timeouts.query)
+        self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=status == 200)
+        params = (bodies.parse_object(content) or {}).get("kv_transfer_params") if status == 200 else None
+        if params is None or attempt.body is None:
+            logger.info("%s shares no KV: it has answered %d", sibling.url, status)
+            return attempt.data
+        return bodies.with_params(attempt.data, attempt.body, params)
 
     async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
         """Returns the KV parameters for the decode instance. Raises RejectedByPrefillError and _InstanceFailedError."""

@@ -72,16 +72,18 @@ def signal_of(health: Reply, ready: Reply) -> tuple[Signal, str]:
     return Signal.READY, ""
 
 
-def models_of(ready: Reply) -> tuple[str, ...]:
-    """Returns the names of the models that the instance reports, sorted."""
+def reported(ready: Reply) -> tuple[tuple[str, ...], bool]:
+    """Returns the names of the models that the instance reports, sorted, and whether it shares KV with others."""
     try:
-        return tuple(sorted(set(_decode_ready(ready.body).models[:_MAX_MODELS])))
+        found = _decode_ready(ready.body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ()
+        return (), False
+    return tuple(sorted(set(found.models[:_MAX_MODELS]))), found.shares_kv
 
 
 class _Ready(msgspec.Struct):
     models: list[str] = []
+    shares_kv: bool = False
 
 
 _decode_ready = msgspec.json.Decoder(_Ready).decode
@@ -158,7 +160,8 @@ class HealthChecks:
         try:
             health, ready = await self._ask(f"{url}/health"), await self._ask(f"{url}/ready")
             signal, reason = signal_of(health, ready)
-            self._pool.learn(url, models_of(ready))
+            models, shares_kv = reported(ready)
+            self._pool.learn(url, models, shares_kv=shares_kv)
             if signal is Signal.READY and await self._is_stalled(url):
                 seconds = self._pool.stalled_for(url, self._clock.now())
                 signal, reason = Signal.STALLED, f"it has requests and has made no progress for {seconds:.0f} s"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from penstock.metrics.router import InstanceView, RouterMetrics, route_of
 from penstock.router.bodies import ClientRequest
-from penstock.router.dispatcher import Dispatcher, Plan
+from penstock.router.dispatcher import Computing, Dispatcher, Plan
 from penstock.router.health import HealthChecks
 from penstock.router.instances import Instance, Role, State
 from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.reported_stream import Reason
+from penstock.utils.clock import Clock
 
 _REFUSED = 503
 # Quotation marks inside JSON strings are escaped, so generated text cannot match.
@@ -20,11 +22,13 @@ _USAGE = re.compile(rb'[{,]\s*"usage"\s*:\s*(?=\{)')
 
 
 class RouterObserver:
-    def __init__(self, dispatcher: Dispatcher, checks: HealthChecks, views: KVSubscriptions) -> None:
+    def __init__(self, dispatcher: Dispatcher, checks: HealthChecks, views: KVSubscriptions, clock: Clock) -> None:
+        self._clock = clock
         self._dispatcher = dispatcher
         self._checks = checks
         self._views = views
         self._metrics = RouterMetrics()
+        self.num_prompts = Counter[Computing]()
         self._hits: dict[str, tuple[int, int]] = {}
 
     # ---- Calls from `Exchanges` ----
@@ -40,13 +44,17 @@ class RouterObserver:
         count("vllm_router_processed_requests", 1, plan.target.url)
         if plan.target.role is Role.DECODE:
             count("vllm_router_pd_decode_requests", 1, plan.target.url)
-        if plan.prefill is not None:
+        count("penstock_router_prompts", 1, plan.computing.value)
+        self.num_prompts[plan.computing] += 1
+        computing = plan.target
+        if plan.prefill is not None and plan.computing is Computing.PREFILL:
+            computing = plan.prefill
             count("vllm_router_pd_requests", 1, route)
-            count("vllm_router_pd_prefill_requests", 1, plan.prefill.url)
-        if plan.computes_itself:
+            count("vllm_router_pd_prefill_requests", 1, computing.url)
+        if plan.computing is Computing.FALLBACK:
             count("penstock_router_self_prefills")
         if plan.num_cached:
-            count("penstock_router_expected_cached_tokens", plan.num_cached, (plan.prefill or plan.target).url)
+            count("penstock_router_expected_cached_tokens", plan.num_cached, computing.url)
 
     def failed(self, instance: Instance) -> None:
         """Called when an instance has failed on a request, before the answer's first byte or later."""
@@ -92,7 +100,7 @@ class RouterObserver:
     # ---- Metrics and page ----
 
     def instances(self) -> list[InstanceView]:
-        num_blocks = self._views.num_blocks
+        num_blocks, now = self._views.num_blocks, self._clock.now()
         return [
             InstanceView(
                 member.url,
@@ -102,6 +110,8 @@ class RouterObserver:
                 member.num_outstanding,
                 member.load,
                 num_blocks.get(member.url),
+                member.prompts.line() if member.prompts.is_known(now) else None,
+                member.loads.line() if member.loads.is_known(now) else None,
             )
             for member in self._dispatcher.pool
         ]
@@ -111,7 +121,8 @@ class RouterObserver:
         return self._views.num_blocks.get(url)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        return self._metrics.render(accept, self.instances(), self._dispatcher.num_queued)
+        dispatcher = self._dispatcher
+        return self._metrics.render(accept, self.instances(), dispatcher.num_queued, dispatcher.costs.estimates)
 
 
 @dataclass(frozen=True, slots=True)

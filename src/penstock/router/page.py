@@ -21,6 +21,7 @@ PAGE = """<!doctype html>
     max-width: 76rem; padding: 0 1rem;
   }
   h1 { font-size: 1.35rem; margin: 0 0 .25rem; }
+  #prompts { color: var(--muted); margin: 1rem 0; }
   #summary { color: var(--muted); margin: 0 0 1rem; }
   .panel { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; overflow-x: auto; }
   table { border-collapse: collapse; width: 100%; white-space: nowrap; }
@@ -42,10 +43,13 @@ PAGE = """<!doctype html>
   <th class="n" title="Requests that the instance has been given">Requests</th>
   <th class="n" title="KV blocks that the instance holds, by its KV events">Blocks</th>
   <th class="n" title="Prompt tokens that the instance had cached or loaded, by the usage of its answers">Hit rate</th>
+  <th class="n" title="Prompts, measured in tokens per second">Prefill</th>
+  <th class="n" title="KV loaded from another instance, measured in tokens per second">Load</th>
   <th>Reason</th></tr></thead>
   <tbody id="rows"></tbody>
 </table>
 </div>
+<p id="prompts"></p>
 <script>
   "use strict";
   const NONE = "\u2013";
@@ -55,6 +59,12 @@ PAGE = """<!doctype html>
     made.className = name || "";
     return made;
   };
+  const rate = (value) => value === null ? null : Math.round(value);
+  const COMPUTING = {
+    prefill: "by prefill instances", decode: "by decode instances, because that is sooner",
+    fallback: "by decode instances, for want of a prefill instance", whole: "where they are answered",
+    sibling: "after a load from another instance",
+  };
   const count = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
   const show = async () => {
     const summary = document.getElementById("summary");
@@ -63,6 +73,9 @@ PAGE = """<!doctype html>
       const ready = state.instances.filter((each) => each.state === "ready").length;
       summary.textContent = `${ready} of ${count(state.instances.length, "instance", "instances")} ready, ` +
         `${count(state.running, "request", "requests")} running, ${state.queued.toLocaleString("en")} waiting`;
+      const where = Object.entries(COMPUTING).filter(([name]) => state.prompts[name]);
+      document.getElementById("prompts").textContent = where.length ? "Prompts computed: " +
+        where.map(([name, words]) => `${state.prompts[name].toLocaleString("en")} ${words}`).join("; ") : "";
       document.getElementById("rows").replaceChildren(...state.instances.map((each) => {
         const row = document.createElement("tr");
         row.append(
@@ -70,6 +83,7 @@ PAGE = """<!doctype html>
           cell(each.role),
           cell(each.outstanding, "n"), cell(each.load, "n"), cell(each.requests, "n"), cell(each.blocks, "n"),
           cell(each.hit_rate === null ? null : `${Math.round(100 * each.hit_rate)} %`, "n"),
+          cell(rate(each.prefill_rate), "n"), cell(rate(each.load_rate), "n"),
           cell(each.reason, "reason"));
         return row;
       }));

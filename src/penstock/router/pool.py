@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.router.instances import TRANSITIONS, UNHEALTHY_SIGNALS, Instance, Role, Signal, State
+from penstock.router.rates import Rate
 from penstock.utils.logging import get_logger
 from penstock.utils.placement import load
 
@@ -23,7 +24,9 @@ class Member:
     `is_leaving`: and it is removed when it has no requests left. `unhealthy_since`: the time of the first of the
     `UNHEALTHY_SIGNALS` after the last other signal. `progressed_at`: when it last got its first request or sent a part
     of an answer; `is_suspect`: it has stalled since, and gets one request at a time. `last_chosen` orders instances
-    with the same load. `models` are the names of the models that it reports, none if it reports none.
+    with the same load. `models` are the names of the models that it reports, none if it reports none; `shares_kv`:
+    other instances can load KV from it, and it from them. `prompts` measures the prompts that it computes, one after
+    the other, the last of which ended at `computed_at`; `loads` the KV that it loads from another instance.
     """
 
     instance: Instance
@@ -39,6 +42,10 @@ class Member:
     num_chosen: int = 0
     last_chosen: int = 0
     models: tuple[str, ...] = ()
+    shares_kv: bool = False
+    computed_at: float = 0.0
+    prompts: Rate = field(default_factory=Rate)
+    loads: Rate = field(default_factory=Rate)
 
     @property
     def url(self) -> str:
@@ -56,6 +63,7 @@ class Lease:
 
     member: Member
     num_prompt_tokens: int
+    since: float
     is_open: bool = field(default=True)
 
 
@@ -110,10 +118,13 @@ class Pool:
 
     # ---- Models ----
 
-    def learn(self, url: str, models: tuple[str, ...]) -> None:
-        """Records which models the instance reports."""
+    def learn(self, url: str, models: tuple[str, ...], *, shares_kv: bool = False) -> None:
+        """Records what the instance reports of itself."""
         member = self._members.get(url)
-        if member is not None and member.models != models:
+        if member is None:
+            return
+        member.shares_kv = shares_kv
+        if member.models != models:
             member.models = models
             self._others = None
 
@@ -198,7 +209,7 @@ class Pool:
     # ---- Load ----
 
     def lease(self, member: Member, num_prompt_tokens: int, now: float) -> Lease:
-        lease = Lease(member, num_prompt_tokens)
+        lease = Lease(member, num_prompt_tokens, now)
         if not member.num_outstanding:
             member.progressed_at = now
         self._leases.add(lease)
@@ -215,6 +226,31 @@ class Pool:
         if member is not None:
             member.progressed_at = now
             member.is_suspect = False
+
+    def measure_prompt(self, lease: Lease, now: float) -> None:
+        """Called when the instance has just computed the lease's prompt tokens, after those of the prompts before."""
+        member = lease.member
+        if lease.num_prompt_tokens:
+            member.prompts.add(lease.num_prompt_tokens, now - max(lease.since, member.computed_at), now)
+            member.computed_at = now
+
+    def measure_load(self, lease: Lease, num_tokens: int, since: float, now: float) -> None:
+        """Called at the first token of a request for which the instance has loaded KV, and computed what the lease has
+        left of the prompt.
+        """
+        rate = self.rate_of_prompts(lease.member, now) if lease.num_prompt_tokens else None
+        computing = 0.0 if rate is None else rate.seconds(lease.num_prompt_tokens)
+        lease.member.loads.add(num_tokens, max(0.0, now - since - computing), now)
+
+    def rate_of_prompts(self, member: Member, now: float) -> Rate | None:
+        """Returns how fast the instance computes prompts; if that is unknown, how fast the one measured last does that
+        has the same models. None before the first measurement.
+        """
+        if member.prompts.is_known(now):
+            return member.prompts
+        others = [each for each in self._members.values() if each.models == member.models]
+        known = [each for each in others if each.prompts.is_known(now)]
+        return max(known, key=lambda each: each.computed_at).prompts if known else None
 
     def prompt_is_computed(self, lease: Lease) -> None:
         lease.member.num_prompt_tokens -= lease.num_prompt_tokens

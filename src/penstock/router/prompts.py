@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, fetch
-from penstock.router.instances import State
+from penstock.router.instances import Role, State
 from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.pool import Member
 from penstock.utils.errors import PeerError
@@ -29,11 +29,19 @@ _TEMPLATE_FIELDS = (
 )  # fmt: skip
 
 
+class Found(NamedTuple):
+    """`token_ids` is empty if only their number is known. `cached`: how many of them instances have, by URL."""
+
+    num_tokens: int
+    token_ids: Sequence[int] = ()
+    cached: Mapping[str, int] = {}
+
+
 class EstimatedPrompts:
     """Estimates lengths; uses no caches and queries no instance."""
 
-    async def look_up(self, incoming: bodies.ClientRequest) -> tuple[int, Mapping[str, int]]:
-        return bodies.estimate_tokens(len(incoming.body)), {}
+    async def look_up(self, incoming: bodies.ClientRequest) -> Found:
+        return Found(incoming.estimate_tokens())
 
 
 class TokenizedPrompts:
@@ -44,12 +52,9 @@ class TokenizedPrompts:
         self._upstream = upstream
         self._views = views
 
-    async def look_up(self, incoming: bodies.ClientRequest) -> tuple[int, Mapping[str, int]]:
-        """Returns the prompt's tokens, estimated if unknown, and how many of them instances have, by URL.
-
-        Raises AnswerLostError.
-        """
-        estimated = bodies.estimate_tokens(len(incoming.body)), {}
+    async def look_up(self, incoming: bodies.ClientRequest) -> Found:
+        """Raises AnswerLostError."""
+        estimated = Found(incoming.estimate_tokens())
         # If requests wait, they go to the next instance with room, so tokenizing would only add work.
         if self._dispatcher.num_queued or not any(self._views.num_blocks.values()):
             return estimated
@@ -61,7 +66,7 @@ class TokenizedPrompts:
         tokens = await self._tokens(incoming, body, min(ready, key=lambda each: each.num_outstanding))
         if not tokens:
             return estimated
-        return len(tokens), self._views.cached(PromptKeys(tokens, salts_of(incoming.headers, body)))
+        return Found(len(tokens), tokens, self._views.cached(PromptKeys(tokens, salts_of(incoming.headers, body))))
 
     async def _tokens(self, incoming: bodies.ClientRequest, body: Mapping[str, Any], member: Member) -> Sequence[int]:
         given = bodies.only_prompt(body) if incoming.path != _CHAT else None
@@ -120,5 +125,6 @@ def salts_of(headers: bodies.Headers, body: Mapping[str, Any]) -> tuple[str, ...
 
 
 def _is_choice(ready: Sequence[Member]) -> bool:
-    """Returns whether there are two instances for the same part of a request."""
-    return max(Counter(each.instance.role for each in ready).values(), default=0) > 1
+    """Returns whether there are two instances for the same part of a request; a decode instance can compute prompts."""
+    roles = Counter(each.instance.role for each in ready)
+    return max(roles.values(), default=0) > 1 or (Role.PREFILL in roles and Role.DECODE in roles)

@@ -65,7 +65,7 @@ async def running(config: RouterConfig) -> AsyncGenerator[Listening]:
     dispatcher = Dispatcher(pool, config.limits, config.policy)
     async with HttpUpstream() as upstream, KVSubscriptions(pool) as views:
         checks = HealthChecks(pool, upstream, config.health, clock)
-        observer = RouterObserver(dispatcher, checks, views)
+        observer = RouterObserver(dispatcher, checks, views, clock)
         is_aware = config.policy is Policy.PREFIX_AWARE
         prompts = TokenizedPrompts(dispatcher, upstream, views) if is_aware else EstimatedPrompts()
         exchanges = Exchanges(dispatcher, upstream, prompts, observer, clock, config.timeouts)

@@ -54,13 +54,13 @@ async def health(request: Request) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=ERRORS)
 async def ready(request: Request) -> Response:
-    """Returns 200 if new requests are accepted, otherwise 503, and the names of the model."""
+    """Returns 200 if new requests are accepted, otherwise 503, with what a router needs to know."""
     service = service_of(request)
     found = health_of(service)
     is_ready = found.status == "ok"
     # The route needs no key, and the metrics have the names too.
     names = () if service.args.protect_metrics else (*service.model_names, *service.llm.loras)
-    body = {"ready": is_ready, "reason": found.reason, "models": names}
+    body = {"ready": is_ready, "reason": found.reason, "models": names, "shares_kv": service.llm.info.shares_kv}
     return JSONResponse(body, status_code=200 if is_ready else 503)
 
 

@@ -57,6 +57,15 @@ def _prefix_hits(rng: random.Random) -> Setup:
     return traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14, reuse=0.7)
 
 
+@_scenario("pd_shared_prefix", "P shares the beginning of a prompt, often from its cache, and D computes the rest")
+def _shared_prefix(rng: random.Random) -> Setup:
+    setup = pairs(_patient(pair(rng)), shared=0.8)
+    setup = rng.choice([lambda: setup, lambda: with_states(setup, rng), lambda: speculating(setup, rng)])()
+    # Every load must succeed. With a sliding window P may lack a block that D needs.
+    setup = replace(setup, load_failure_policy="fail", loads_must_succeed=True, windows=(0,))
+    return traffic(setup, num_stems=rng.choice([1, 3]), num_requests=14, reuse=0.6)
+
+
 @_scenario("pd_multi_turn", "conversations through P and D: each reuses its own KV, and loads get shorter")
 def _multi_turn(rng: random.Random) -> Setup:
     setup = replace(pairs(mixed(rng), turns=3, hold_seconds=8.0), max_model_len=96, spare_blocks=80)

@@ -154,8 +154,18 @@ class Proxies(Clients):
             style = self._rng.choice(("serial", "concurrent"))
         self._count(f"turn{turn.number}_prompt_tokens", len(turn.prompt))
         if style == "serial":
-            return [self._prefill(turn, {"do_remote_decode": True, "do_remote_prefill": False}, tick, is_serial=True)]
+            return [self._begin_serially(turn, tick)]
         return self._begin_concurrently(turn, tick)
+
+    def _begin_serially(self, turn: _Turn, tick: int) -> _Part:
+        prefilled = turn
+        if self._rng.random() < self._pairs.shared:
+            self._count("shared")
+            prefilled = replace(turn, prompt=turn.prompt[: self._rng.randrange(1, len(turn.prompt) + 1)])
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        part = self._prefill(prefilled, params, tick, is_serial=True)
+        part.turn = turn
+        return part
 
     def _begin_concurrently(self, turn: _Turn, tick: int) -> list[LiveRequest]:
         rng, pairs = self._rng, self._pairs

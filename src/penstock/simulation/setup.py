@@ -90,7 +90,8 @@ class Disaggregation:
     `style` is how proxies drive them: serial, concurrent, or mixed. A conversation has `turns`. The rates are per
     request: `answer_lost` and `answer_late` concern P's answer on its way to D; `replayed` parameters are also sent to
     a second engine; `altered` ones differ from P's answer; `prefill_missing`: of two concurrent requests, P's is never
-    sent; `misled` requests name an engine that violates the protocol. From tick `dead_from` on there is no prefill
+    sent; `misled` requests name an engine that violates the protocol; `shared`: P computes only the beginning of a
+    prompt. From tick `dead_from` on there is no prefill
     engine. With `expects_no_expiry` every hold must be ended by its reader. Holds take at most
     `hold_share` of the pool.
     """
@@ -111,6 +112,7 @@ class Disaggregation:
     altered: float = 0.0
     prefill_missing: float = 0.0
     misled: float = 0.0
+    shared: float = 0.0
     dead_from: int = -1
     expects_no_expiry: bool = False
 

@@ -90,7 +90,8 @@ class P2PScheduler(NullSchedulerConnector):
             case RemotePrefill():
                 if role == "kv_producer":
                     raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
-                digest = digest_prompt(request.prompt_token_ids, request.kv_scope)
+                # The other engine may have computed the beginning of the prompt alone.
+                digest = digest_prompt(request.prompt_token_ids[: asked.num_tokens], request.kv_scope)
                 self._remote[request.request_id] = request.hold_id
                 self._exchange.want(request.hold_id, asked, digest)
             case None:
