@@ -43,7 +43,7 @@ BUDGETS = {
     "server": 4622,
     "simulation": 3592,
     "tokenizer": 338,
-    "utils": 612,
+    "utils": 661,
     "verify": 782,
     "worker": 648,
 }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
+from penstock.core.kv_cache_groups import AttentionGroup
 from penstock.engine.kv_events import encode_batch
+from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from penstock.router.kv_view import KVView
 from penstock.router.prompts import question_of, salts_of, tokens_of
@@ -63,17 +67,87 @@ def test_removed_and_cleared_blocks_do_not_count() -> None:
     assert (cached(made), made.held.num_blocks) == (0, 0)
 
 
-def test_a_block_counts_until_its_last_copy_is_removed() -> None:
-    made = view(stored(0, 2), stored(0, 2, group=1))
-    made.receive(2, batch(BlockRemoved(block_hashes=stored(0, 2).block_hashes)))
+def test_a_block_counts_while_every_group_has_it() -> None:
+    made = view(stored(0, 3), shared(0, 2))
     assert cached(made) == 8
-    made.receive(3, batch(BlockRemoved(block_hashes=stored(0, 2, group=1).block_hashes, group_idx=1)))
+    made.receive(2, batch(BlockRemoved(block_hashes=stored(1, 1).block_hashes, group_idx=1)))
+    assert cached(made) == 4
+    made.receive(3, batch(BlockRemoved(block_hashes=stored(0, 1).block_hashes)))
     assert cached(made) == 0
 
 
-def test_blocks_of_windows_and_other_media_do_not_count() -> None:
-    made = view(stored(0, 1, kv_cache_spec_sliding_window=8), stored(0, 2, medium="CPU"))
+def shared(first: int, count: int, group: int = 1, **more: Any) -> BlockStored:
+    """Returns the event for blocks of group 0 in another group: their hashes are the same."""
+    return msgspec.structs.replace(stored(first, count), group_idx=group, **more)
+
+
+def test_a_prefix_counts_up_to_a_state() -> None:
+    states: dict[str, Any] = {"kv_cache_spec_kind": "mamba"}
+    made = view(stored(0, 6), shared(1, 1, **states), shared(4, 1, **states))
+    assert [cached(made, count) for count in (4, 8, 19, 20, 40)] == [0, 8, 8, 20, 20]
+    made.receive(2, batch(BlockRemoved(block_hashes=stored(4, 1).block_hashes, group_idx=1)))
+    assert cached(made) == 8
+    # The events of a step may name the states first.
+    made.receive(3, batch(shared(7, 1, **states), stored(6, 3)))
+    assert cached(made) == 32
+    made.receive(4, batch(BlockRemoved(block_hashes=stored(2, 1).block_hashes)))
+    assert cached(made) == 8
+    for number in (1, 7):
+        made.receive(4 + number, batch(BlockRemoved(block_hashes=stored(number, 1).block_hashes, group_idx=1)))
+    assert cached(made) == 0, "without a state all is computed"
+
+
+def test_a_prefix_counts_if_its_last_window_is_there() -> None:
+    window: dict[str, Any] = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 6}
+    made = view(shared(0, 6, **window), stored(0, 6))
+    assert cached(made) == 24
+    # Blocks behind the window may be gone; the query at 24 reads tokens 19 to 24.
+    made.receive(2, batch(BlockRemoved(block_hashes=stored(0, 4).block_hashes, group_idx=1)))
+    assert [cached(made, count) for count in (24, 20, 16)] == [24, 0, 0]
+    made.receive(3, batch(BlockRemoved(block_hashes=stored(4, 1).block_hashes, group_idx=1)))
     assert cached(made) == 0
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_the_view_and_the_engine_agree_on_every_hit(window: int) -> None:
+    """Three groups that store and lose blocks at random: all blocks, a window or all blocks again, and states."""
+    specs = [
+        KVCacheSpec.keys_and_values(1, 8, "float32"),
+        KVCacheSpec.keys_and_values(1, 8, "float32", window),
+        KVCacheSpec.states(1, 8, 0, 1),
+    ]
+    groups = [AttentionGroup(spec, 4) for spec in specs]
+    kinds = [{"kv_cache_spec_sliding_window": each.sliding_window or None} for each in specs]
+    rng, hits = random.Random(window), Counter[int]()
+    for _ in range(60):
+        made, held, published = view(), [set[int]() for _ in groups], set[int]()
+        for number in range(2, 120):
+            group = rng.randrange(3)
+            has = held[group]
+            index = rng.randrange(10)
+            if index in has and rng.random() < 0.3:
+                made.receive(number, batch(BlockRemoved(block_hashes=stored(index, 1).block_hashes, group_idx=group)))
+                has.discard(index)
+            elif index not in has and (specs[group].sliding_window or not index or index - 1 in has):
+                made.receive(number, batch(shared(index, 1, group, **kinds[group])))
+                has.add(index)
+                published.add(group)
+            else:
+                made.receive(number, batch())
+            length, before = 10, -1
+            while length != before:
+                before = length
+                for each, known in zip(groups, held, strict=True):
+                    length = each.longest_hit(known.__contains__, length)
+            if len(published) == 3:
+                assert cached(made) == 4 * length
+                hits[length] += 1
+    assert len(hits) > 4, hits
+
+
+def test_blocks_of_other_media_do_not_count() -> None:
+    assert cached(view(stored(0, 2, medium="CPU"))) == 0
+    assert cached(view(stored(0, 1, kv_cache_spec_sliding_window=8))) == 0, "the other layers have nothing"
 
 
 def test_prompts_of_other_salts_do_not_count() -> None:

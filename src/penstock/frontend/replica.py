@@ -276,16 +276,8 @@ class Replica:
             return
         elif isinstance(event, BlockRemoved):
             self._held.remove(event.block_hashes, event.group_idx)
-        # A window's blocks are freed while those of the other layers stay, and say less about the prefix.
-        elif not event.kv_cache_spec_sliding_window:
-            self._held.store(
-                event.block_hashes,
-                event.parent_block_hash,
-                event.token_ids,
-                event.block_size,
-                extra_keys=event.extra_keys,
-                group=event.group_idx,
-            )
+        else:
+            self._held.store(event)
 
 
 def _error_of(refused: Refused) -> PenstockError:

@@ -26,6 +26,7 @@ class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored"):
     medium: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
 
 
@@ -104,16 +105,7 @@ class KVView:
                 self._change(event)
 
     def _change(self, event: _Stored | _Removed) -> None:
-        group = event.group_idx or 0
         if isinstance(event, _Removed):
-            self.held.remove(event.block_hashes, group)
-        # Blocks of a sliding window are freed while those of other layers stay, so they say little about the prefix.
-        elif not event.kv_cache_spec_sliding_window:
-            self.held.store(
-                event.block_hashes,
-                event.parent_block_hash,
-                event.token_ids,
-                event.block_size,
-                extra_keys=event.extra_keys,
-                group=group,
-            )
+            self.held.remove(event.block_hashes, event.group_idx or 0)
+        else:
+            self.held.store(event)
