@@ -1,16 +1,19 @@
 """Benefit and cost of disaggregation on two cores: latencies under a mixed load, and the time of a transfer.
 
-    python bench/disaggregation.py [load] [transfers] [burst] [--rounds 3] [--model FOLDER]
+    python bench/disaggregation.py [load] [transfers] [siblings] [burst] [--rounds 3] [--model FOLDER]
 
 load        Long prompts arrive while others decode, at the same times for every layout: one engine on both cores, the
             same with small steps, two engines with a core each that alternate, a prefill and a decode instance with a
-            core each. The layouts alternate; medians of the rounds. The clients, and the proxy, which only the last
-            layout has, run on the same two cores.
+            core each, and the same with prompts computed by the decode instance where the router expects that to be
+            sooner. The layouts alternate; medians of the rounds. The clients, and the proxy, which only the last two
+            layouts have, run on the same two cores.
 transfers   The time from the prefill instance's answer to the decode instance's first token, minus the time of that
             token if the prompt is in its own cache: by number of tokens, read by the decode instance over both
             transports, with digests and without. The pairs alternate, also with a plain TCP connection between two
             processes on the same cores that moves as many bytes. The caches are filled once before: memory that is
             touched for the first time is slower.
+siblings    The first token of a prompt of which another instance has the beginning: that instance is asked for its KV,
+            and the rest is computed, against computing all of it. By tokens of the beginning; medians.
 burst       Many long prompts arrive at once, and the prefill instance computes them in steps of 512 tokens: how long
             after a prompt's prefill its first token comes from the decode instance, and whether its KV was read.
 
@@ -48,6 +51,8 @@ VOCABULARY = 512
 ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 tokens"
 TWO_ENGINES = "two engines, 1 thread each"
 PAIR = "prefill and decode, 1 thread each"
+SOONEST = "the same, each prompt where it is sooner"
+_NUM_NEW = 32
 _BLOCK_SIZE = 16
 _LEAST_MODEL_LEN, _NUM_STATES = 2048, 13
 WAYS = {
@@ -183,13 +188,21 @@ async def measure_load(args: argparse.Namespace, folder: Path) -> None:
     halves = [
         Server(f"half{core}", [*flags, "--num-threads", "1"], folder / f"half{core}.log", [core]) for core in args.cores
     ]
-    async with cluster.running() as session, started([whole, small, *halves], session):
+    async with (
+        cluster.running() as session,
+        cluster.routed(max_local_prefill=512) as soonest,
+        started([whole, small, *halves], session),
+    ):
         urls = {ONE_ENGINE: [whole.url], SMALL_STEPS: [small.url], TWO_ENGINES: [each.url for each in halves]}
-        urls[PAIR] = [cluster.url]
+        urls |= {PAIR: [cluster.url], SOONEST: [soonest.url]}
         found: dict[str, list[Times]] = {name: [] for name in urls}
         for number in range(args.rounds + 1):
             load = arrivals(args, number)
             for name in found:
+                for server in cluster.servers.values():
+                    # Both layouts of the pair get the same prompts: neither may find them in a cache.
+                    while not await server.is_idle(session):
+                        await asyncio.sleep(0.05)
                 times = await offer(session, urls[name], load[: 4 if number == 0 else None])
                 if number:
                     found[name].append(times)
@@ -316,6 +329,36 @@ def report_transfers(
             print(f"| {' | '.join(map(str, row))} |")
 
 
+# ---- Beginnings from another instance ----
+
+
+async def measure_siblings(args: argparse.Namespace, folder: Path) -> None:
+    num_tokens = (args.rounds + 1) * 2 * sum(args.lengths)
+    flags = [*model_flags(args, str(2 * num_tokens * bytes_per_token(args.model))), "--num-threads", "1"]
+    cluster = Cluster(folder, flags=flags, cores={"prefill": [args.cores[0]], "decode": [args.cores[1]]})
+    rng = random.Random(0)
+    print("| tokens | loaded and the rest computed, ms | all computed, ms |\n|---|---|---|")
+    async with cluster.running() as session:
+        has, asks = (cluster.servers[name].url for name in ("prefill", "decode"))
+        for length in args.lengths:
+            loaded: list[float] = []
+            computed: list[float] = []
+            for number in range(args.rounds + 1):
+                prompt = prompt_of(rng, length + _NUM_NEW)
+                await first_token(session, has, prompt[:length])
+                began = time.perf_counter()
+                params = {"do_remote_decode": True, "do_remote_prefill": False}
+                _, shared = await first_token(session, has, prompt[:length], params)
+                _, answer = await first_token(session, asks, prompt, shared["kv_transfer_params"])
+                ended = time.perf_counter()
+                assert num_cached(answer) == (length - 1) // _BLOCK_SIZE * _BLOCK_SIZE, "the KV was not loaded"
+                seconds, _ = await first_token(session, asks, prompt_of(rng, length + _NUM_NEW))
+                if number:  # the first uses memory for the first time
+                    loaded.append(1e3 * (ended - began))
+                    computed.append(1e3 * seconds)
+            print(f"| {length} | {statistics.median(loaded):.1f} | {statistics.median(computed):.1f} |", flush=True)
+
+
 # ---- A burst of prompts ----
 
 
@@ -351,7 +394,7 @@ async def measure_burst(args: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="load, transfers, burst", help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="load, transfers, siblings, burst", help="default: all")
     parser.add_argument("--model", help="default: the built-in one")
     parser.add_argument("--kv-cache-memory", default="256MB")
     parser.add_argument("--rounds", type=int, default=3)
@@ -370,7 +413,12 @@ def main() -> None:
     parser.add_argument("--burst-len", type=int, default=1000, help="their length in tokens")
     args = parser.parse_args()
     logging.getLogger("penstock.router").setLevel(logging.ERROR)
-    measures = {"load": measure_load, "transfers": measure_transfers, "burst": measure_burst}
+    measures = {
+        "load": measure_load,
+        "transfers": measure_transfers,
+        "siblings": measure_siblings,
+        "burst": measure_burst,
+    }
     with tempfile.TemporaryDirectory() as folder, private_folder(Path(folder)):
         for part in args.parts or measures:
             assert part in measures, f"there is no part {part}"

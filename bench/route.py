@@ -8,6 +8,8 @@ overhead  The same requests, one after the other and many at once, directly to a
           difference to the direct row. Also the CPU time of the router's process per request.
 storm     All requests through `penstock route` while stub instances die, drain, leave and join. Every answer is checked
           token by token.
+fairness  A client sends a request each second to a stub instance with four places, first alone, and then while another
+          client keeps 1,000 requests in the queue. Milliseconds to the whole answer.
 prefix    Conversations of several turns with two engines of the built-in model that publish KV events: prefix-aware
           against round-robin. Cached tokens by the engines' usage, and time to the first token of the later turns.
 replicas  The same conversations with one server of two engines (--data-parallel-size 2): prefix-aware against
@@ -42,7 +44,7 @@ from route_parts.processes import (
 from route_parts.storm import storm
 from route_parts.streams import stream
 
-PARTS = ("overhead", "storm", "prefix", "replicas")
+PARTS = ("overhead", "storm", "fairness", "prefix", "replicas")
 _HEAD_OF_POLICIES = "| policy | cached of prompt tokens | first token, median / p99 in ms |\n|---|---|---|"
 _TIMEOUT = aiohttp.ClientTimeout(600)
 
@@ -55,11 +57,12 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--token-ms", type=float, default=0.0, help="between the tokens of a stub instance")
     parser.add_argument("--spread-ms", type=float, default=0.0, help="from the first to the last of requests at once")
+    parser.add_argument("--singles", type=int, default=60, help="requests of the client with one per second")
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--only", choices=PARTS, action="append")
     args = parser.parse_args()
-    parts = {"overhead": overhead, "storm": under_storm, "prefix": prefix, "replicas": replicas}
+    parts = {"overhead": overhead, "storm": under_storm, "fairness": fairness, "prefix": prefix, "replicas": replicas}
     for name in args.only or PARTS:
         uvloop.run(parts[name](args))
 
@@ -160,6 +163,37 @@ async def under_storm(args: argparse.Namespace) -> None:
     if tally.wrong:
         raise SystemExit("\n".join(tally.wrong[:20]))
     print("Nothing was lost, and nothing was answered twice.")
+
+
+async def fairness(args: argparse.Namespace) -> None:
+    print(f"\n{args.singles} requests of {args.output_len} tokens, one per second; ms, median / p99 / longest")
+    print("| the router is | whole answer |\n|---|---|")
+    body = {"prompt": "a", "max_tokens": args.output_len, "stream": True}
+    async with stubs(1, 1e-3) as instances:
+        flags = ("--max-outstanding", "4", "--max-queued-requests", "2000", "--queue-timeout", "600")
+        with penstock_route("--serve", instances.urls[0], *flags) as router:
+            await wait_ready(router.url)
+
+            async def many() -> None:
+                while True:
+                    await stream(router.url, body, "many")
+
+            for name, count in (("idle", 0), ("full of another client's 1,000 requests", 1004)):
+                others = [asyncio.create_task(many()) for _ in range(count)]
+                await asyncio.sleep(3.0)
+                seconds: list[float] = []
+                for _ in range(args.singles):
+                    started = time.perf_counter()
+                    _, last = await stream(router.url, body, "one")
+                    seconds.append(1e3 * (last - started))
+                    await asyncio.sleep(max(0.0, started + 1.0 - time.perf_counter()))
+                print(
+                    f"| {name} | {statistics.median(seconds):.0f} / {p99(seconds):.0f} / {max(seconds):.0f} |",
+                    flush=True,
+                )
+                for each in others:
+                    each.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
 
 
 async def prefix(args: argparse.Namespace) -> None:

@@ -171,6 +171,8 @@ class Cluster:
     """`style` is how the router drives the instances, `decodes` are the names of those that decode. `options` are
     further options of the connectors, `config` of `kv_transfer_config`. Decode instances compute prompts of at most
     `max_local_prefill` tokens themselves, where that is sooner.
+
+    `routed` starts another router.
     """
 
     folder: Path
@@ -215,7 +217,8 @@ class Cluster:
                     server.start()
                 for server in self.servers.values():
                     await server.wait_ready(session)
-                async with self._router():
+                async with self.routed(self.max_local_prefill) as self._listening:
+                    self.url = self._listening.url
                     yield session
             finally:
                 for server in self.servers.values():
@@ -226,17 +229,16 @@ class Cluster:
                         await server.wait_ended()
 
     @contextlib.asynccontextmanager
-    async def _router(self) -> AsyncIterator[None]:
+    async def routed(self, max_local_prefill: int) -> AsyncIterator[Listening]:
         bootstrap = self.bootstrap if self.style == "concurrent" else ""
         instances = [
             Instance(self.servers["prefill"].url, Role.PREFILL, bootstrap),
             *(Instance(self.servers[name].url, Role.DECODE) for name in self.decodes),
         ]
-        limits, timeouts = Limits(max_local_prefill=self.max_local_prefill), Timeouts(prefill=self.prefill_timeout)
+        limits, timeouts = Limits(max_local_prefill=max_local_prefill), Timeouts(prefill=self.prefill_timeout)
         config = RouterConfig(instances, port=0, limits=limits, timeouts=timeouts)
-        async with running(config) as self._listening:
-            self.url = self._listening.url
-            yield
+        async with running(config) as listening:
+            yield listening
 
     async def wait_routed(self) -> None:
         """Waits until the router knows that every instance is ready; it queries each of them once a second."""

@@ -13,8 +13,8 @@ import httptools
 _EVENT = b"data: {"
 
 
-async def stream(url: str, body: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Sends one request over a new connection to `http://HOST:PORT`.
+async def stream(url: str, body: Mapping[str, Any], key: str = "none") -> tuple[list[float], float]:
+    """Sends one request over a new connection to `http://HOST:PORT`, with an API key.
 
     Returns when each token of the answer arrived, and when the answer was complete, by `time.perf_counter`.
     Raises ConnectionError if the answer is an error or incomplete.
@@ -22,6 +22,7 @@ async def stream(url: str, body: Mapping[str, Any]) -> tuple[list[float], float]
     address, data = url.removeprefix("http://"), json.dumps(body).encode()
     host, _, port = address.partition(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n"
     head += f"Accept: */*\r\nUser-Agent: bench\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
     loop = asyncio.get_running_loop()
     transport, answer = await loop.create_connection(_Stream, host, int(port))

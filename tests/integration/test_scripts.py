@@ -67,7 +67,9 @@ SLOW = {
         ("--model", "demo", "--sizes", "1x1", "2x1", "--batches", "1", "--rounds", "1"), "MiB of each"
     ),
     "bench/busy.py": Trial(("--neighbours", "0", "--batches", "1", "--rounds", "1"), "default / best"),
-    "bench/disaggregation.py": Trial(("transfers", "--rounds", "1", "--lengths", "65"), "| 65 |"),
+    "bench/disaggregation.py": Trial(
+        ("transfers", "siblings", "--rounds", "1", "--lengths", "65"), "| tokens | loaded and the rest computed"
+    ),
     "bench/kernels/latent.py": Trial(("--seconds", "0.01", "--prefill", "64", "--threads", "1"), "absorbed"),
     "bench/kernels/attention.py": Trial(("--seconds", "0.01", "--threads", "1"), "us"),
     "bench/kernels/linear.py": Trial(
