@@ -286,7 +286,7 @@ def test_bad_input(adapters: Adapters, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="2 prompts but 1 lora_request"):
         llm.generate([[1], [2]], use_tqdm=False, lora_request=[None])
     head = write_adapter(tmp_path / "head", {"lm_head": (96, 301)})
-    with pytest.raises(ConfigError, match="output heads"):
+    with pytest.raises(ConfigError, match=r"/head: .* output heads"):
         llm.generate([[1]], use_tqdm=False, lora_request=LoRARequest("head", 1, str(head)))
     assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
     llm.shutdown()

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
@@ -161,7 +161,8 @@ class AdapterStore:
             for file in (CONFIG, WEIGHTS):
                 size = _copy_file(source / file, copy / file, digest)
                 digest.update(size.to_bytes(8, "little"))
-            check_targets(read_adapter(copy), self._targets, max_rank)
+            # Errors name the folder that was given.
+            check_targets(replace(read_adapter(copy), folder=source), self._targets, max_rank)
             place = self._place(digest.digest())
             place.mkdir(exist_ok=True)
             # Files that are there are replaced by the same, unless they were damaged: then the adapter works again.
