@@ -103,7 +103,10 @@ MODULES_WITHOUT_TORCH = (
 )
 
 # The only modules of `models` that models may import.
-MODEL_BASES = {"sources", "interface", "lora", "recurrent", "repeated", "weights", "norms", "parts", "decoder", "encoder"}
+MODEL_BASES = {"sources", "interface", "lora", "recurrent", "repeated", "weights", "norms", "parts"} | {
+    "decoder",
+    "encoder",
+}
 
 # Third-party package -> the only modules that import it.
 IMPORTERS = {
