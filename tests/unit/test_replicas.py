@@ -201,7 +201,7 @@ def test_removed_and_cleared_blocks_are_not_cached() -> None:
 
 def test_blocks_of_other_salts_other_media_and_windows_do_not_count() -> None:
     pair = Pair()
-    pair.cores[1].emit(report(stored(50, medium="CPU"), stored(50, kv_cache_spec_sliding_window=64)))
+    pair.cores[1].emit(report(stored(50, medium="CPU"), stored(50, kv_cache_spec_sliding_window=64, group_idx=1)))
     assert pair.ranks(request(1000)) == [0, 1, 0, 1]
     pair.cores[1].emit(report(stored(50, "mine")))
     assert [pair.choose(request(1000, salt))[1] for salt in ("mine", None, "yours", "mine")] == [800, 0, 0, 800]
