@@ -333,7 +333,7 @@ def report_transfers(
 
 
 async def measure_siblings(args: argparse.Namespace, folder: Path) -> None:
-    num_tokens = (args.rounds + 1) * 2 * sum(args.lengths)
+    num_tokens = max((args.rounds + 1) * 2 * sum(args.lengths), max_model_len(args))
     flags = [*model_flags(args, str(2 * num_tokens * bytes_of(args.model)[0])), "--num-threads", "1"]
     cluster = Cluster(folder, flags=flags, cores={"prefill": [args.cores[0]], "decode": [args.cores[1]]})
     rng = random.Random(0)
