@@ -29,7 +29,7 @@ BUDGETS = {
     "executor": 583,
     "frontend": 1800,
     "grammar": 352,
-    "kernels": 6084,
+    "kernels": 6083,
     "kv_transfer": 6633,
     "layers": 343,
     "loadgen": 503,
@@ -43,7 +43,7 @@ BUDGETS = {
     "server": 4622,
     "simulation": 3592,
     "tokenizer": 338,
-    "utils": 661,
+    "utils": 665,
     "verify": 782,
     "worker": 648,
 }

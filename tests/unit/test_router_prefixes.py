@@ -232,3 +232,8 @@ def test_a_client_with_a_key_has_the_servers_salt() -> None:
     assert salts_of((), {"cache_salt": 3}) == ("",)
     assert salts_of(headers, {}) == ("", scoped_salt(b"k", None))
     assert salts_of(headers, {"cache_salt": "s"}) == ("s", scoped_salt(b"k", "s"))
+
+
+def test_an_instance_cannot_fill_the_memory_with_groups() -> None:
+    made = view(*(stored(0, 1, group=number) for number in range(300)))
+    assert made.held.num_blocks == 256

@@ -65,10 +65,8 @@ class GatedDelta:
         assert conv.shape == (sizes.channels, sizes.taps), (conv.shape, sizes)
         self.sizes, self.eps = sizes, eps
         self.conv = conv.T.contiguous()  # [taps, C]
-        # [K, 2 D + V E / K] int32: which channels are a key head's
-        self.channels = _to_heads(torch.arange(sizes.channels, dtype=torch.int32, device=conv.device)[None], sizes)[
-            :, 0
-        ]
+        channels = torch.arange(sizes.channels, dtype=torch.int32, device=conv.device)
+        self.channels = _to_heads(channels[None], sizes)[:, 0]  # [K, 2 D + V E / K]: which ones are a key head's
         self.decay, self.dt_bias, self.norm = a_log.exp(), dt_bias.contiguous(), norm.contiguous()
         native = library() if _is_native(sizes) and conv.is_cpu else None
         self._run = native.function("gated_delta", f"ppp{STATE_ARGUMENTS}ni") if native is not None else None

@@ -21,8 +21,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint's weights are; `num_weights` and their bytes in memory are sums over all ranks. Engines with the same
     `fingerprint` generate the same tokens: it covers the weights, the model's configuration and the arithmetic.
     `max_loras` is how many adapters run at once, `lora_bytes` the memory on all ranks that is kept free for those in
-    memory, and `lora_targets` are the projections that adapters may change, by
-    name.
+    memory, and `lora_targets` are the projections that adapters may change, by name.
     """
 
     dtype: str

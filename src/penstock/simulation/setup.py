@@ -91,9 +91,8 @@ class Disaggregation:
     request: `answer_lost` and `answer_late` concern P's answer on its way to D; `replayed` parameters are also sent to
     a second engine; `altered` ones differ from P's answer; `prefill_missing`: of two concurrent requests, P's is never
     sent; `misled` requests name an engine that violates the protocol; `shared`: P computes only the beginning of a
-    prompt. From tick `dead_from` on there is no prefill
-    engine. With `expects_no_expiry` every hold must be ended by its reader. Holds take at most
-    `hold_share` of the pool.
+    prompt. From tick `dead_from` on there is no prefill engine. With `expects_no_expiry` every hold must be ended by
+    its reader. Holds take at most `hold_share` of the pool.
     """
 
     num_prefill: int = 1

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 _KEY_BYTES = 16
 _MAX_BLOCKS = 1 << 20
 _MAX_BLOCK_SIZE = 1 << 16
+_MAX_GROUPS = 1 << 8
 _STATES = "mamba"
 """vLLM's name of the kind of a group whose blocks are states of recurrent layers."""
 _STATE_WINDOW = 2
@@ -151,7 +152,10 @@ class HeldBlocks:
             self.clear()
             self._block_size = block_size
         window = _STATE_WINDOW if event.kv_cache_spec_kind == _STATES else event.kv_cache_spec_sliding_window or 0
-        into = self._groups.setdefault(event.group_idx or 0, _Group(window))
+        number = event.group_idx or 0
+        if number not in self._groups and len(self._groups) >= _MAX_GROUPS:
+            return
+        into = self._groups.setdefault(number, _Group(window))
         if into.window:
             # The blocks before these may be gone, but a block has the same hash in every group.
             for block_hash in event.block_hashes:
