@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
+WEIGHTS = ("bf16", "q8_0", "q6_k", "q4_0", "q4_k_m", "gptq", "w8a8")
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Path, default=HERE.parent / "shapes" / "qwen3-0.6b")
     parser.add_argument("--layers", type=int)
     parser.add_argument(
-        "--weights", default="bf16", choices=("bf16", "q8_0", "q4_0"), help="with llama_cpp named first"
+        "--weights", default="bf16", choices=WEIGHTS, help="those of GGUF files with llama_cpp named first"
     )
     parser.add_argument("--batches", nargs="+", default=["1", "8", "32"])
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
 Writes a GGUF file with random weights in the shape of the given config.json (Qwen3, Qwen3-MoE, Qwen3.5, DeepSeek-V2,
 GLM-4.7-Flash, Gemma 3 or Phi-4-mini) into that folder, once: in bf16, q8_0 or q4_0, of which the embedding and the head
-are q8_0.
+are q8_0, or in one of llama.cpp's own mixes of K-quants, q6_k and q4_k_m, which it makes of the file in bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from workload import measure
 
 MAX_TOKENS = 32 * 256
-
+MIXES = {"q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 ARCHITECTURES = {
     "qwen3": "qwen3",
@@ -222,11 +222,18 @@ class Checkpoint:
             self._dense("_shexp", inner * config["n_shared_experts"])
 
 
+def quantized(source: Path, file: Path) -> None:
+    """Writes a file in the mix that its name says."""
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = MIXES[file.stem]
+    parameters.nthread = 2
+    status = llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), parameters)
+    assert status == 0, status
+
+
 class Engine:
     def __init__(self, file: Path) -> None:
         llama_cpp.llama_backend_init()
-        self._log = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._log, None)
         parameters = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
         context = llama_cpp.llama_context_default_params()
@@ -273,8 +280,13 @@ class Engine:
 def main() -> None:
     folder = Path(sys.argv[1])
     file = folder / f"{sys.argv[2]}.gguf"
+    source = folder / "bf16.gguf" if file.stem in MIXES else file
+    silent = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(silent, None)
+    if not source.exists():
+        Checkpoint(folder, source).write()
     if not file.exists():
-        Checkpoint(folder, file).write()
+        quantized(source, file)
     measure("llama.cpp", Engine(file).generate)
 
 

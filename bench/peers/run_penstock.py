@@ -1,12 +1,15 @@
 """Penstock on the workload: `python bench/peers/run_penstock.py bench/shapes/qwen3-0.6b bf16 1 8`.
 
-Quantized weights are those of the GGUF file that `run_llama_cpp.py` has written into that folder.
+Quantized weights are those of the GGUF file that `run_llama_cpp.py` has written into that folder, or of a
+checkpoint that `quantized_checkpoint.py` writes.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from quantized_checkpoint import CONFIGS, checkpoint
 from workload import measure
 
 from penstock import LLM, SamplingParams
@@ -14,8 +17,13 @@ from penstock import LLM, SamplingParams
 
 def main() -> None:
     folder, weights = sys.argv[1:3]
+    model = f"{folder}/{weights}.gguf"
+    if weights == "bf16":
+        model = folder
+    elif weights in CONFIGS:
+        model = str(checkpoint(Path(folder), weights))
     llm = LLM(
-        folder if weights == "bf16" else f"{folder}/{weights}.gguf",
+        model,
         load_format="dummy" if weights == "bf16" else "auto",
         skip_tokenizer_init=True,
         max_model_len=2048,

@@ -1,22 +1,26 @@
-"""vLLM (the CPU build) on the workload, with random weights in the same shape."""
+"""vLLM (the CPU build) on the workload, with random weights in the same shape: bf16, gptq or w8a8."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from quantized_checkpoint import checkpoint
 from vllm import LLM, SamplingParams
 from workload import measure
 
 
 def main() -> None:
+    folder, weights = sys.argv[1:3]
+    is_dummy = weights == "bf16"
     llm = LLM(
-        sys.argv[1],
-        load_format="dummy",
+        folder if is_dummy else str(checkpoint(Path(folder), weights)),
+        load_format="dummy" if is_dummy else "auto",
         skip_tokenizer_init=True,
         max_model_len=2048,
         dtype="bfloat16",
