@@ -1,10 +1,12 @@
 """Tokens per second on a busy machine: numbers of kernel threads, with 0, 1, 2, ... other processes that only compute.
 
     python bench/busy.py [--neighbours 0 1 2] [--nice 0] [--batches 1 8] [--rounds 5] [--shape bench/shapes/qwen3-0.6b]
+                         [--threads 1 2 8 64]
 
-One engine in one process; the settings alternate within a round, and the median of the rounds is shown. The last column
-is the default setting's speed relative to the best one. `--nice 19` gives the neighbours a low priority. The model is
-the built-in one, or has random weights in the shape of a folder's config.json.
+One engine in one process; the settings alternate within a round, and the median of the rounds is shown. The last
+column is the speed of the last setting, which is the default one unless others are named, relative to the best one.
+`--nice 19` gives the neighbours a low priority. The model is the built-in one, or has random weights in the shape of a
+folder's config.json. More threads than cores show what an oversubscribed machine does.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=0, help="of the neighbours")
     parser.add_argument("--shape", help="a folder with a config.json (default: the built-in model)")
     parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--threads", type=int, nargs="+", help="the settings (default: powers of two, and the default)")
     args = parser.parse_args()
     model = {"model": args.shape, "load_format": "dummy", "skip_tokenizer_init": True} if args.shape else {}
     llm = LLM(device="cpu", max_model_len=1024, num_gpu_blocks_override=1024, **model)
     default = native.num_threads()
-    settings = [1 << power for power in range(default.bit_length()) if 1 << power < default] + [default]
+    powers = [1 << power for power in range(default.bit_length()) if 1 << power < default]
+    settings = args.threads or [*powers, default]
     names = " | ".join(f"{count} threads" for count in settings)
-    print(f"| neighbours | batch | {names} | default / best |\n|{'---|' * (3 + len(settings))}")
+    print(f"| neighbours | batch | {names} | last / best |\n|{'---|' * (3 + len(settings))}")
     for count, batch in itertools.product(args.neighbours, args.batches):
         speeds: dict[int, list[float]] = {threads: [] for threads in settings}
         with neighbours(count, args.nice):

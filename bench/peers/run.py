@@ -29,9 +29,10 @@ def main() -> None:
     parser.add_argument(
         "--weights", default="bf16", choices=WEIGHTS, help="those of GGUF files with llama_cpp named first"
     )
-    parser.add_argument("--batches", nargs="+", default=["1", "8", "32"])
+    parser.add_argument("--batches", nargs="+", default=["1", "8", "32"], help="8@4096: prompts of 4,096 tokens")
     args = parser.parse_args()
     columns = (*(f"decode_b{batch}" for batch in args.batches), "prefill")
+    processor = [f"processor_b{batch}" for batch in args.batches]
     config = json.loads((args.shape / "config.json").read_text())
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     engines = dict(engine.split("=", 1) for engine in args.engines)
@@ -46,11 +47,12 @@ def main() -> None:
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 results[engine].append(json.loads(done.stdout.strip().splitlines()[-1]))
                 print(f"round {number + 1}: {json.dumps(results[engine][-1])}", flush=True)
-    print(f"\n| tokens/s, median of {args.rounds} | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for engine, rows in results.items():
-        medians = [statistics.median(row[column] for row in rows) for column in columns]
-        print(f"| {engine} | " + " | ".join(f"{median:g}" for median in medians) + " |")
+    for title, names in (("tokens/s", columns), ("processor time per token, ms", processor)):
+        print(f"\n| {title}, median of {args.rounds} | " + " | ".join(names) + " |")
+        print("|---" * (len(names) + 1) + "|")
+        for engine, rows in results.items():
+            medians = [statistics.median(row[name] for row in rows) for name in names]
+            print(f"| {engine} | " + " | ".join(f"{median:g}" for median in medians) + " |")
 
 
 main()

@@ -15,9 +15,9 @@ from pathlib import Path
 import gguf
 import llama_cpp
 import numpy as np
-from workload import measure
+from workload import OUTPUT, batch_sizes, measure
 
-MAX_TOKENS = 32 * 256
+MOST_REQUESTS, MOST_ROWS = 32, 2048
 MIXES = {"q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 ARCHITECTURES = {
@@ -237,9 +237,9 @@ class Engine:
         parameters = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
         context = llama_cpp.llama_context_default_params()
-        context.n_ctx = MAX_TOKENS
-        context.n_batch = context.n_ubatch = 2048
-        context.n_seq_max = 32
+        context.n_ctx = max(MOST_REQUESTS * 256, *(count * (length + 2 * OUTPUT) for _, count, length in batch_sizes()))
+        context.n_batch = context.n_ubatch = MOST_ROWS
+        context.n_seq_max = MOST_REQUESTS
         context.n_threads = context.n_threads_batch = 2
         context.kv_unified = True
         self._context = llama_cpp.llama_init_from_model(self._model, context)
@@ -248,12 +248,11 @@ class Engine:
     def generate(self, batch: list[list[int]], num_tokens: int) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         last = [0] * len(batch)
-        per_call = max(1, 2048 // len(batch[0]))
-        for first in range(0, len(batch), per_call):
-            part = range(first, min(first + per_call, len(batch)))
-            rows = [(batch[s][i], i, s, i == len(batch[s]) - 1) for s in part for i in range(len(batch[s]))]
-            for sequence, token in zip(part, self._decode(rows), strict=True):
-                last[sequence] = token
+        rows = [(prompt[i], i, s, i == len(prompt) - 1) for s, prompt in enumerate(batch) for i in range(len(prompt))]
+        for first in range(0, len(rows), MOST_ROWS):
+            part = rows[first : first + MOST_ROWS]
+            for row, token in zip([row for row in part if row[3]], self._decode(part), strict=True):
+                last[row[2]] = token
         for step in range(num_tokens - 1):
             rows = [(last[s], len(batch[s]) + step, s, True) for s in range(len(batch))]
             last = self._decode(rows)

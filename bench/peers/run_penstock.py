@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from quantized_checkpoint import CONFIGS, checkpoint
-from workload import measure
+from workload import longest, measure
 
 from penstock import LLM, SamplingParams
 
@@ -26,7 +26,7 @@ def main() -> None:
         model,
         load_format="dummy" if weights == "bf16" else "auto",
         skip_tokenizer_init=True,
-        max_model_len=2048,
+        max_model_len=longest(),
         enable_prefix_caching=False,
     )
 

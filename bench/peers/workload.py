@@ -1,10 +1,12 @@
 """The workload that every engine runs: prompts of random tokens, fixed lengths, greedy.
 
-    decode at batch b   (time of OUTPUT tokens - time of 1) / (OUTPUT - 1), prompts of 128 tokens
+    decode at batch b   (time of OUTPUT tokens - time of 1) / (OUTPUT - 1), prompts of 128 tokens, or of those of a
+                        batch like 8@4096
+    processor           seconds of all threads in the same time, per token
     prefill             1024 tokens, time to the first token
 
 Each engine's script, whose arguments are a folder with a config.json, the type of the weights and the batches, calls
-`measure` with a function that runs one batch, and prints one line of JSON.
+`measure` with a function that runs one batch in its own process, and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,25 +29,42 @@ def prompts(count: int, length: int, vocab_size: int, rng: random.Random) -> lis
     return [[rng.randrange(1000, vocab_size - 1000) for _ in range(length)] for _ in range(count)]
 
 
-def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
-    """Prints `{"engine": ..., "decode_b1": tokens/s, ..., "prefill": tokens/s}`, medians of `repeats`."""
-    rng = random.Random(0)
-    folder, _, *batches = sys.argv[1:]
-    vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+def batch_sizes() -> list[tuple[str, int, int]]:
+    """Returns the batches of the command line: each one's text, requests and prompt tokens."""
+    found: list[tuple[str, int, int]] = []
+    for text in sys.argv[3:]:
+        count, _, length = text.partition("@")
+        found.append((text, int(count), int(length or PROMPT)))
+    return found
 
-    def timed(count: int, length: int, num_tokens: int) -> float:
+
+def longest() -> int:
+    """Returns a number of tokens that no request exceeds."""
+    return max(2048, *(length + 2 * OUTPUT for _, _, length in batch_sizes()))
+
+
+def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
+    """Prints `{"engine": ..., "decode_b1": tokens/s, "processor_b1": ms, ..., "prefill": tokens/s}`, each the median of
+    `repeats`."""
+    rng = random.Random(0)
+    vocab_size = json.loads((Path(sys.argv[1]) / "config.json").read_text())["vocab_size"]
+
+    def timed(count: int, length: int, num_tokens: int) -> tuple[float, float]:
         batch = prompts(count, length, vocab_size, rng)
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         generate(batch, num_tokens)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, time.process_time() - used
 
     timed(1, PROMPT, 4)
     result: dict[str, float | str] = {"engine": engine}
-    for count in map(int, batches):
-        rates = []
+    for text, count, length in batch_sizes():
+        rates: list[float] = []
+        processor: list[float] = []
         for _ in range(repeats):
-            first, all_tokens = timed(count, PROMPT, 1), timed(count, PROMPT, OUTPUT)
-            rates.append(count * (OUTPUT - 1) / (all_tokens - first))
-        result[f"decode_b{count}"] = round(statistics.median(rates), 1)
-    result["prefill"] = round(statistics.median(PREFILL / timed(1, PREFILL, 1) for _ in range(repeats)), 1)
+            first, all_tokens = timed(count, length, 1), timed(count, length, OUTPUT)
+            rates.append(count * (OUTPUT - 1) / (all_tokens[0] - first[0]))
+            processor.append((all_tokens[1] - first[1]) * 1000 / (count * (OUTPUT - 1)))
+        result[f"decode_b{text}"] = round(statistics.median(rates), 1)
+        result[f"processor_b{text}"] = round(statistics.median(processor), 1)
+    result["prefill"] = round(statistics.median(PREFILL / timed(1, PREFILL, 1)[0] for _ in range(repeats)), 1)
     print(json.dumps(result), flush=True)
