@@ -227,14 +227,11 @@ public:
             if (more) next = locate(keys, start + kTile, item);
             // With several groups per head, computation dominates the time.
             const bool reads = count_ == item.heads;
-            Prefetch<C> prefetch(more && reads ? &next : nullptr, a_.shape());
             for (int64_t head = 0; head < item.heads; ++head) {
                 const KVTile<C> tile = tiles.of(head);
-                // Nothing has been prefetched before the first tile.
-                const bool is_first = start <= first_key && head + 1 < item.heads;
-                const KVTiles<C> beside{tiles.of(is_first ? head + 1 : head), 1, 0, tiles.spans, tiles.has_values};
-                Prefetch<C> next_head(reads ? &beside : nullptr, a_.shape());
-                engine_.set_tile(tile, is_first ? next_head : prefetch);
+                Prefetch<C> prefetch;
+                if (reads) prefetch = Prefetch<C>(tiles, head, more ? &next : nullptr, a_.shape());
+                engine_.set_tile(tile, prefetch);
                 for (int group = 0; group < count_; ++group)
                     if (groups_[group].kv_head == item.first_head + head) visit(group, start);
             }

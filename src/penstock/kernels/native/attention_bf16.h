@@ -46,12 +46,6 @@ inline void transpose_pairs(const bf16* const* rows, int64_t d, int64_t dim, Pai
     for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * stride, r[i]);
 }
 
-#if defined(__AMX_BF16__)
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-#endif
-
 // The values of a tile as pairs of keys. Those that no row sees count as zeros.
 class ValuePairs {
 public:
@@ -543,7 +537,7 @@ private:
     bf16* const values_;  // [kTile, head_dim]
     BFloat16Engine engine_;
     KVTile<bf16> tile_;
-    Prefetch<bf16> nothing_{nullptr, Shape()};
+    Prefetch<bf16> nothing_;
 };
 
 }  // namespace penstock::ISA

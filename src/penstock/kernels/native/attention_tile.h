@@ -25,11 +25,18 @@ constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys a
 constexpr int kGroup = 16;  // query rows that process a tile together
 constexpr int kGroups = 4;  // groups of one work item
 
+#if defined(__AMX_BF16__)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
 // A cached row has head_dim numbers; a value is value_dim adjacent ones of such a row.
 struct Shape {
     int64_t head_dim, value_dim, block_size;
     bool in_pairs;  // the cache is one in pairs (kv_rows.h)
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }  // of a value
+    bool is_multiplied_in_place() const { return in_pairs && !kHasTiles; }
 };
 
 // Up to kTile keys and values of one request and one KV head.
@@ -93,61 +100,62 @@ struct KVTiles {
     }
 };
 
-// Prefetches the next tiles into the second-level cache while these are computed. A core keeps few lines in flight, and
-// some drop what they cannot keep: lines are requested one or two at a time, all through the computation, and in the
-// order of addresses in a block, which memory delivers fastest.
+// Prefetches what a thread reads next while a tile of one head is computed: shortly before its use, so that a computation
+// that waits for memory has requests in flight, and no more than a core keeps track of.
 template <class C>
 class Prefetch {
 public:
-    // A null `next` requests nothing.
-    Prefetch(const KVTiles<C>* next, Shape shape) : next_(next), phases_(shape.in_pairs ? 2 : 4) {
-        if (!next) return;
-        piece_bytes_ = next->spans * kSpan * row_size<C>(shape.head_dim) * sizeof(C);
+    // Prefetches nothing.
+    Prefetch() = default;
+
+    // Prefetches for the head after number `head` of `tiles`, or the first one of `next`, which may be null. Of tiles that
+    // are multiplied where they are, the values come with the scores of the same tile.
+    Prefetch(const KVTiles<C>& tiles, int64_t head, const KVTiles<C>* next, Shape shape)
+        : phases_(shape.is_multiplied_in_place() ? 2 : 4),
+          piece_bytes_(tiles.spans * kSpan * row_size<C>(shape.head_dim) * sizeof(C)) {
+        const bool is_last = head + 1 == tiles.heads;
+        const bool in_place = shape.is_multiplied_in_place();
+        if (in_place) add(tiles.of(head).values, tiles.spans);
+        if (!is_last || next) {
+            const KVTile<C> tile = is_last ? next->of(0) : tiles.of(head + 1);
+            add(tile.keys, tiles.spans);
+            if (tiles.has_values && !in_place) add(tile.values, tiles.spans);
+        }
         begin_piece();
     }
 
-    // Lines of one head's tile, if there is one.
-    int64_t lines() const {
-        if (!next_) return 0;
-        return (next_->has_values ? 2 : 1) * kTile / kSpan / next_->spans * piece_bytes_ / 64;
-    }
+    int64_t lines() const { return num_pieces_ * piece_bytes_ / 64; }
 
     // Lines to request in each of `steps` steps of one of the phases: scores and accumulation, and before them keys and
-    // values, unless these are read in place.
+    // values, unless these are multiplied in place.
     int64_t share(int64_t steps) const { return (lines() / phases_ + steps - 1) / steps; }
 
+    // Calls no function: the compiler would move the sums of the computation to memory and back for it.
     inline __attribute__((always_inline)) void issue(int64_t lines) {
         for (; lines > 0 && at_ < end_; --lines) {
-            __builtin_prefetch(at_, 0, 2);
+            __builtin_prefetch(at_, 0, 3);
             at_ += 64;
             if (at_ >= end_) begin_piece();
         }
     }
 
 private:
-    // Goes on to the next piece that is there: contiguous keys or values of one head.
-    __attribute__((noinline)) void begin_piece() {
-        at_ = end_ = nullptr;
-        while (span_ < kTile / kSpan) {
-            const C* piece = (values_ ? next_->first.values : next_->first.keys)[span_];
-            if (piece) at_ = reinterpret_cast<const char*>(piece + head_ * next_->head_stride);
-            if (++head_ == next_->heads) {
-                head_ = 0;
-                values_ = next_->has_values && !values_;
-                if (!values_) span_ += next_->spans;
-            }
-            if (!at_) continue;
-            end_ = at_ + piece_bytes_;
-            return;
-        }
+    inline __attribute__((always_inline)) void begin_piece() {
+        if (piece_ == num_pieces_) return;
+        at_ = pieces_[piece_++];
+        end_ = at_ + piece_bytes_;
     }
 
-    const KVTiles<C>* next_;
-    int64_t phases_;
-    int64_t piece_bytes_ = 0, head_ = 0;
-    int span_ = 0;
-    bool values_ = false;
+    // `rows` are those of a tile's keys or values.
+    void add(const C* const (&rows)[kTile / kSpan], int spans) {
+        for (int span = 0; span < kTile / kSpan; span += spans)
+            if (rows[span]) pieces_[num_pieces_++] = reinterpret_cast<const char*>(rows[span]);
+    }
+
+    int64_t phases_ = 1, piece_bytes_ = 0;
     const char *at_ = nullptr, *end_ = nullptr;
+    int piece_ = 0, num_pieces_ = 0;
+    const char* pieces_[2 * kTile / kSpan];  // contiguous keys or values of one head
 };
 
 // c [R, N vectors] (+)= a [R, k] b [k, N vectors], each element one chain over k in ascending order. Calls `step` before
