@@ -425,16 +425,15 @@ private:
     Group groups_[kGroups];
 };
 
-// Keys, of one head and for one group of rows, that justify a thread; see linear.h.
-constexpr int64_t kKeysPerThread = 512;
+// About how long a thread takes for a key of one head, for one group of rows.
+constexpr int64_t kNanosecondsPerKey = 32;
 
 int64_t useful_threads(const Attention& attention) {
     const Items work(attention, 1);
     int64_t keys = 0;
     for (int64_t request = 0; request < attention.requests; ++request)
         keys += work.num_groups(request) * attention.seq_lens[request];
-    const int64_t useful = keys / kKeysPerThread;
-    return useful < 1 ? 1 : useful < attention.threads ? useful : attention.threads;
+    return penstock_useful_threads(keys * kNanosecondsPerKey, attention.threads);
 }
 
 thread_local Scratch partials;

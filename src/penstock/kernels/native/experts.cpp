@@ -58,15 +58,15 @@ struct Tasks {
     int64_t threads;  // that the work justifies
 };
 
-// Divides the work of all slots, each with `units` parts of `unit_work` per row. Reading a weight from memory costs
-// about as much as four rows.
-Tasks divide(const int32_t* starts, int64_t num_slots, int64_t units, int64_t unit_work, int64_t threads) {
-    int64_t weight = 0;
+// Divides the work of all slots, each with `units` parts of `unit_weights` weights.
+Tasks divide(const int32_t* starts, int64_t num_slots, int64_t units, int64_t unit_weights, int64_t threads) {
+    int64_t weight = 0, nanoseconds = 0;
     for (int64_t slot = 0; slot < num_slots; ++slot) {
         const int64_t rows = starts[slot + 1] - starts[slot];
         weight += rows ? rows + 4 : 0;
+        nanoseconds += rows ? product_nanoseconds(units * unit_weights, rows) : 0;
     }
-    threads = smaller(threads, larger(1, weight * units * unit_work / kWorkPerThread));
+    threads = penstock_useful_threads(nanoseconds, threads);
     const int64_t wanted = threads > 1 ? threads * kTasksPerThread : 1;
     Tasks tasks{reinterpret_cast<Task*>(task_memory.reserve((num_slots + wanted) * sizeof(Task))), 0, threads};
     for (int64_t slot = 0; slot < num_slots; ++slot) {

@@ -302,14 +302,19 @@ void multiply_part(const Linear& layer, const void* x, char* out, int64_t out_st
     }
 }
 
-// The work that justifies a thread: below it, waking one and waiting for it costs as much as it saves on an idle
-// machine, and on a busy one, where the thread may have lost its core, a time slice. The unit is one row times one
-// weight; reading a weight from memory costs about as much as four rows.
-constexpr int64_t kWorkPerThread = 5 << 18;
+// Picoseconds of a thread for a weight of bfloat16 from a cache, and for each row that is multiplied by it. Layers that memory
+// must deliver take longer, and are so large that it does not matter.
+constexpr int64_t kWeightPicoseconds = 40;
+#if defined(__AVX512BF16__)
+constexpr int64_t kRowPicoseconds = 5;
+#elif defined(__AVX512F__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr int64_t kRowPicoseconds = 12;
+#else
+constexpr int64_t kRowPicoseconds = 25;
+#endif
 
-int64_t useful_threads(const Linear& layer, int64_t rows, int64_t threads) {
-    const int64_t work = layer.in_features * layer.out_features * (rows + 4);
-    return smaller(threads, larger(1, work / kWorkPerThread));
+int64_t product_nanoseconds(int64_t weights, int64_t rows) {
+    return weights * (kWeightPicoseconds + rows * kRowPicoseconds) / 1000;
 }
 
 // Parts of a product per thread, so that a thread that starts late leaves most of its parts to the others: waking it up
@@ -319,7 +324,7 @@ constexpr int64_t kFewRows = 64;
 
 template <class Kernel>
 void multiply(const Linear& layer, const void* x, void* out, int64_t out_stride, int64_t rows, int64_t threads) {
-    threads = useful_threads(layer, rows, threads);
+    threads = penstock_useful_threads(product_nanoseconds(layer.in_features * layer.out_features, rows), threads);
     const int64_t parts = threads > 1 && rows <= kFewRows ? threads * kPartsPerThread : threads;
     run_parts(parts, threads, [&](int64_t part) {
         multiply_part<Kernel>(layer, x, static_cast<char*>(out), out_stride * out_bytes<Kernel>(layer), rows, part, parts);

@@ -11,6 +11,10 @@
 extern "C" void penstock_run_parts(int64_t parts, int64_t threads, void (*run)(const void* context, int64_t part),
                                    const void* context);
 
+// How many threads, of `threads` at most, a call should use that takes one of them so many nanoseconds. A thread that is
+// awake is worth a call of some microseconds; one that sleeps, a call that takes as long as waking it, or several of them.
+extern "C" __attribute__((visibility("default"))) int64_t penstock_useful_threads(int64_t nanoseconds, int64_t threads);
+
 namespace {
 
 // run(part) for every part in 0..parts.
@@ -24,13 +28,10 @@ void run_parts(int64_t parts, int64_t threads, const Run& run) {
         parts, threads, [](const void* context, int64_t part) { (*static_cast<const Run*>(context))(part); }, &run);
 }
 
-// Calls run(index) for every index in 0..count, in parts that justify a thread: each unit of `work` takes about a
-// nanosecond.
+// Calls run(index) for every index in 0..count, each of which takes about `work` nanoseconds.
 template <class Run>
 void run_each(int64_t count, int64_t work, int64_t threads, const Run& run) {
-    constexpr int64_t kWorkPerThread = 16384;
-    const int64_t useful = count * work / kWorkPerThread;
-    const int64_t parts = useful < 1 ? 1 : useful < threads ? useful : threads;
+    const int64_t parts = penstock_useful_threads(count * work, threads);
     run_parts(parts, threads, [&](int64_t part) {
         for (int64_t index = count * part / parts; index < count * (part + 1) / parts; ++index) run(index);
     });

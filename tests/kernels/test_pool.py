@@ -1,0 +1,32 @@
+"""How many threads a call uses: `penstock_useful_threads` of `kernels/native/pool.h`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.kernels import native
+
+LONG = 10**9  # nanoseconds
+SHORT = 40_000  # worth two threads that are awake, and not always waking one
+
+
+@pytest.fixture
+def useful_threads() -> Callable[..., int]:
+    library = native.library()
+    if library is None:
+        pytest.skip("needs the native kernels")
+    return library.common_function("useful_threads", "nn")
+
+
+def test_long_calls_use_all_threads_and_the_shortest_only_their_own(useful_threads: Callable[..., int]) -> None:
+    assert [useful_threads(LONG, threads) for threads in (1, 2, 64)] == [1, 2, 64]
+    assert [useful_threads(work, 64) for work in (0, 1_000, 30_000)] == [1, 1, 1]
+    assert useful_threads(LONG // 1000, 1000) == LONG // 1000 // 16384, "each thread has work for some microseconds"
+
+
+def test_threads_are_woken_when_calls_in_a_row_have_taken_as_long_alone(useful_threads: Callable[..., int]) -> None:
+    found = [useful_threads(SHORT, 2) for _ in range(100)]
+    assert set(found) <= {1, 2}
+    assert 2 in found, "the calls together are worth it"
