@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import runpy
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def add_linear(calls: NativeCalls) -> None:
     shapes = (*itertools.product(((97, 70), (256, 32)), (1, 2, 7, 13, 29)), ((300, 170), 90))
     for dtype, ((k, n), rows) in itertools.product(DTYPES, shapes):
         weight = numbers(n, k).to(dtype)
-        packed = torch.zeros(k * (n + 31) // 32 * 32, dtype=dtype)
+        packed = torch.zeros(-(-k // 4) * 4 * -(-n // 32) * 32, dtype=dtype)
         x = numbers(rows, k, seed=1).to(dtype)
         for is_wide in (0, 1):
             layer = calls.struct("ppnnnn", packed, numbers(n, scale=8, seed=2), k, n, DTYPE_CODES[dtype], is_wide)
@@ -55,13 +56,58 @@ def add_linear(calls: NativeCalls) -> None:
     for dtype in DTYPES:  # sums of two products that fall between two numbers of the dtype, or beyond all of them
         x = torch.stack((EDGES.repeat(len(EDGES)), EDGES.repeat_interleave(len(EDGES))), 1).to(dtype)
         packed, weight = (
-            torch.zeros(64, dtype=dtype),
+            torch.zeros(128, dtype=dtype),
             torch.tensor([[1.0, 1.0], [1.0, 2**-9], [0.75, -(2**-12)]]).to(dtype),
         )
         layer = calls.struct("ppnnnn", packed, None, 2, 3, DTYPE_CODES[dtype], 0)
         calls.add("linear_pack", "ppn", layer, weight, 1)
         out = calls.result(f"linear edges {dtype}", torch.zeros(len(x), 3, dtype=dtype))
         calls.add("linear", "pppnnn", layer, x, out, 3, len(x), THREADS)
+
+
+def add_linear_of_some_rows(calls: NativeCalls) -> None:
+    k, n, dtype = 97, 70, torch.bfloat16
+    layer = calls.struct("ppnnnnp", torch.zeros(100 * 96, dtype=dtype), None, k, n, DTYPE_CODES[dtype], 0, None)
+    calls.add("linear_pack", "ppn", layer, numbers(n, k).to(dtype), 1)
+    x = numbers(29, k, seed=1).to(dtype)
+    for first, last in ((0, 29), (0, 1), (3, 5), (7, 10), (11, 28)):
+        out = calls.result(f"rows {first} {last}", torch.zeros(last - first, n, dtype=dtype))
+        calls.add("linear", "pppnnn", layer, x[first:last].clone(), out, n, last - first, THREADS)
+
+
+def add_quantized(calls: NativeCalls) -> None:
+    """Each kind of `kernels.quantized`, and the layer that is not quantized with the same values, "dense"."""
+    n, k, group, dtype = 70, 300, 32, torch.bfloat16
+    codebook = numbers(256, seed=3).to(dtype).float()
+    codes = torch.arange(n * k, dtype=torch.int32).mul(37).view(n, k)
+    scales, zeros = numbers(n, -(-k // group)).abs() + 0.1, numbers(n, -(-k // group), seed=4)
+    x = numbers(29, k, seed=1).to(dtype)
+    values = {0: codebook[codes % 16], 1: codes.to(torch.int8).float(), 3: codebook[codes % 256]}
+    for kind, has_zeros in itertools.product((0, 1, 3), (0, 1)):
+        described = calls.struct(
+            f"{'n' * 7}{'f' * 256}", kind, group, DTYPE_CODES[torch.float32], has_zeros, 0, 0, 0, *codebook.tolist()
+        )
+        layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
+        numbered = (codes % (16 if kind == 0 else 256)).to(torch.uint8)
+        calls.add(
+            "linear_pack_quantized", "pppppn", layer, numbered, scales, zeros if has_zeros else None, None, 1,
+        )  # fmt: skip
+        at = torch.arange(k) // group
+        weight = ((values[kind] - (zeros[:, at] if has_zeros else 0)) * scales[:, at]).to(dtype)
+        dense = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, None)
+        calls.add("linear_pack", "ppn", dense, weight, 1)
+        for name, rows in itertools.product(("quantized", "dense"), (1, 2, 29)):
+            out = calls.result(f"{name} {kind} {has_zeros} {rows}", torch.zeros(rows, n, dtype=dtype))
+            made = layer if name == "quantized" else dense
+            calls.add("linear", "pppnnn", made, x[:rows].clone(), out, n, rows, THREADS)
+    for k in (300, 64):
+        described = calls.struct("n" * 7, 4, k, DTYPE_CODES[torch.float32], 0, 0, 0, 0)
+        layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
+        numbered = codes[:, :k].to(torch.uint8).contiguous()
+        calls.add("linear_pack_quantized", "pppppn", layer, numbered, scales[:, :1].contiguous(), None, None, 1)
+        for rows in (1, 2, 5, 29):
+            out = calls.result(f"sums {k} {rows}", torch.zeros(rows, n, dtype=dtype))
+            calls.add("linear", "pppnnn", layer, x[:rows, :k].contiguous(), out, n, rows, THREADS)
 
 
 def add_experts(calls: NativeCalls) -> None:
@@ -275,7 +321,10 @@ def add_step(
 
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
-    for add in (add_linear, add_experts, add_router, add_attention, add_elementwise, add_rope, add_recurrent):
+    for add in (
+        add_linear, add_linear_of_some_rows, add_quantized, add_experts, add_router, add_attention, add_elementwise,
+        add_rope, add_recurrent,
+    ):  # fmt: skip
         add(calls)
     return calls
 
@@ -338,15 +387,42 @@ def test_portable_kernels_compute_the_same_bits(
     assert not differing(portable, calls.run(driver, path, SETS[0], tmp_path))
 
 
+@pytest.fixture(scope="module")
+def arm64(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[str], Path]:
+    """The emulated program that makes the calls, and the library for arm64."""
+    if CROSS is None or QEMU is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+    folder = tmp_path_factory.mktemp("arm64")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        library = compile_library(CROSS, "aarch64", folder / "arm64.so", monkeypatch)
+    program = str(compile_driver(CROSS, folder / "arm64_calls"))
+    return [QEMU, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", program], library
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not SETS, reason="this processor has no instruction set of this arithmetic")
-@pytest.mark.skipif(not (CROSS and QEMU), reason="needs g++-aarch64-linux-gnu and qemu-user-static")
-def test_arm64_computes_the_same_bits(driver: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CROSS is not None
-    assert QEMU is not None
-    library = compile_library(CROSS, "aarch64", tmp_path / "arm64.so", monkeypatch)
-    emulated = [QEMU, "-L", "/usr/aarch64-linux-gnu", str(compile_driver(CROSS, tmp_path / "arm64_calls"))]
+def test_arm64_computes_the_same_bits(driver: Sequence[str], arm64: tuple[Sequence[str], Path], tmp_path: Path) -> None:
+    emulated, library = arm64
     calls, path = all_calls(), native.library_for(SETS[0]).path
     assert ARITHMETIC["neon"] == ARITHMETIC[SETS[0]]
-    arm64 = calls.run(emulated, library, "neon", tmp_path)
-    assert not differing(arm64, calls.run(driver, path, SETS[0], tmp_path))
+    found = calls.run(emulated, library, "neon", tmp_path)
+    assert not differing(found, calls.run(driver, path, SETS[0], tmp_path))
+
+
+@pytest.mark.long
+def test_arm64_with_products_of_matrices(arm64: tuple[Sequence[str], Path], tmp_path: Path) -> None:
+    calls = all_calls()
+    with_matrices, without = (calls.run(*arm64, isa, tmp_path) for isa in ("neon_bf16", "neon"))
+    for name, found in with_matrices.items():
+        if re.match(r"(linear|experts) torch.bfloat16|linear edges torch.bfloat16|rows|quantized|dense", name):
+            close = torch.isclose(found, without[name], rtol=2**-6, atol=0.2, equal_nan=True)
+            assert close.float().mean() > 0.95, name
+        else:
+            assert not differing({name: found}, {name: without[name]})
+    assert differing(with_matrices, without), "an arithmetic of its own"
+    alone = with_matrices["rows 0 29"]
+    for first, last in ((0, 1), (3, 5), (7, 10), (11, 28)):
+        assert torch.equal(with_matrices[f"rows {first} {last}"], alone[first:last])
+    for name, found in with_matrices.items():
+        if name.startswith("quantized"):
+            assert torch.equal(found, with_matrices[name.replace("quantized", "dense")]), name

@@ -36,6 +36,7 @@ ARITHMETIC = {
     "avx512_bf16": "avx512_bf16",
     "avx512": "fma",
     "avx2": "fma",
+    "neon_bf16": "neon_bf16",
     "neon": "fma",
     "generic": "fma",
 }

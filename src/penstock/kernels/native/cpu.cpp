@@ -36,7 +36,10 @@ extern "C" __attribute__((visibility("default"))) int penstock_supports(const ch
         return avx512_bf16 && (d >> 22 & 1) && (d >> 24 & 1) && amx_permitted();
     }
 #elif defined(__aarch64__) && defined(__linux__)
-    if (std::strcmp(isa, "neon") == 0) return (getauxval(AT_HWCAP) & HWCAP_ASIMD) != 0;
+    const bool neon = (getauxval(AT_HWCAP) & HWCAP_ASIMD) != 0;
+    const unsigned long more = getauxval(AT_HWCAP2);
+    if (std::strcmp(isa, "neon") == 0) return neon;
+    if (std::strcmp(isa, "neon_bf16") == 0) return neon && (more & HWCAP2_BF16) && (more & HWCAP2_I8MM);
 #endif
     return 0;
 }

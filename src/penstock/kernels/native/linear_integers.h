@@ -12,8 +12,14 @@ namespace {
 constexpr float kLargest = 127;
 // The top half of 2^-119: of numbers much smaller, 127 has no multiple.
 constexpr uint16_t kLeastBits = 8 << 7;
-// What is added to an input for the instruction that multiplies unsigned by signed bytes.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+using InputByte = int8_t;
+constexpr int kOffset = 0;
+#else
+// The instruction multiplies unsigned by signed bytes, and so much is added to an input for it.
+using InputByte = uint8_t;
 constexpr int kOffset = 128;
+#endif
 
 struct IntegerSums {
     using Element = BFloatKernel::Element;
@@ -35,8 +41,10 @@ struct IntegerSums {
         static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
         return has_vnni;
     }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    static constexpr bool multiplies_bytes() { return true; }
 #else
-    static bool multiplies_bytes() { return false; }
+    static constexpr bool multiplies_bytes() { return false; }
 #endif
 
     // A row's inputs are bytes, or 16 bits each, in the order [K / 4][rows][4]; the scales follow those of all rows.
@@ -73,7 +81,7 @@ struct IntegerSums {
             scales[row] = magnitude / kLargest;
             const float factor = most >= kLeastBits && most < 0x7f80 ? kLargest / magnitude : 0;
             if (multiplies_bytes())
-                pack_row<uint8_t>(inputs, factor, kOffset, packed, rows, row, k);
+                pack_row<InputByte>(inputs, factor, kOffset, packed, rows, row, k);
             else
                 pack_row<int16_t>(inputs, factor, 0, packed, rows, row, k);
         }
@@ -136,6 +144,49 @@ struct IntegerSums {
             _mm512_store_si512(sums + row * kPanel + 16, _mm512_sub_epi32(high[row], column_sums[1]));
         }
     }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    // Products of 2 rows by 2 columns, each of 8 inputs, for 8 columns at a time.
+    template <int kCount>
+    static __attribute__((noinline)) void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
+        constexpr int kRowPairs = (kCount + 1) / 2;
+        Prefetch prefetch = tile.prefetch;
+        for (int64_t column = 0; column < kPanel; column += 8, prefetch.step = 0) {
+            int32x4_t all[kRowPairs][4];
+            for (auto& row : all)
+                for (auto& pair : row) pair = vdupq_n_s32(0);
+            const char* weight = tile.weight + kHeaderBytes + column * 4;
+            const char* x = tile.x;
+            for (int64_t input = 0; input < tile.k; input += 8, weight += kPanel * 8, x += kCount * 8) {
+                const bool whole = input + 4 < tile.k;
+                for (int step = 0; step < 2; ++step) prefetch.advance();
+                int8x16_t columns[4];
+                for (int half = 0; half < 2; ++half) {
+                    const int32x4_t first = load_words(weight + half * 16);
+                    const int32x4_t last = whole ? load_words(weight + kPanel * 4 + half * 16) : vdupq_n_s32(0);
+                    columns[half * 2] = vreinterpretq_s8_s32(vzip1q_s32(first, last));
+                    columns[half * 2 + 1] = vreinterpretq_s8_s32(vzip2q_s32(first, last));
+                }
+                for (int row = 0; row < kRowPairs; ++row) {
+                    const int rows = row * 2 + 1 < kCount ? 2 : 1;
+                    int32_t words[4] = {};  // [rows][inputs]
+                    for (int i = 0; i < rows; ++i) {
+                        memcpy(words + i * 2, x + (row * 2 + i) * 4, 4);
+                        if (whole) memcpy(words + i * 2 + 1, x + (kCount + row * 2 + i) * 4, 4);
+                    }
+                    const int8x16_t both = vreinterpretq_s8_s32(vld1q_s32(words));
+                    for (int pair = 0; pair < 4; ++pair)
+                        all[row][pair] = vmmlaq_s32(all[row][pair], both, columns[pair]);
+                }
+            }
+            for (int row = 0; row < kCount; ++row)
+                for (int pair = 0; pair < 4; ++pair) {
+                    const int32x4_t both = all[row / 2][pair];
+                    vst1_s32(sums + row * kPanel + column + pair * 2, row % 2 ? vget_high_s32(both) : vget_low_s32(both));
+                }
+        }
+    }
+
+    static inline int32x4_t load_words(const char* from) { return vld1q_s32(reinterpret_cast<const int32_t*>(from)); }
 #endif
 
     // Eight columns at a time.
@@ -183,7 +234,7 @@ struct IntegerSums {
         if constexpr (kCount > 1)
             if (tile.rows < kCount) return run<kCount - 1>(tile);
         alignas(64) int32_t sums[kCount * kPanel];
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__ARM_FEATURE_MATMUL_INT8)
         if (multiplies_bytes())
             sum_bytes<kCount>(tile, sums);
         else

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "linear_fma.h"
+#include "linear_matrices.h"
 #include "linear_pairs.h"
 
 namespace {
@@ -300,7 +301,22 @@ inline __attribute__((always_inline)) Vector from_bytes(const char* codes, const
     return from_table(codes, quantization.codebook);
 }
 
-// Units for Fma: 4 bits are [2][32 columns] words, of 8 inputs each, and 8 bits are [16][32 columns].
+// Write one input of the columns from `column` on to a panel that is not quantized.
+inline void put_input(Fma<BFloat>, char* panel, int64_t input, int64_t column, Vector rounded) {
+    store_high_halves(reinterpret_cast<uint16_t*>(panel) + input * kPanel + column, rounded);
+}
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline void put_input(Matrices, char* panel, int64_t input, int64_t column, Vector rounded) {
+    uint16_t line[kLanes];
+    store_high_halves(line, rounded);
+    uint16_t* to = reinterpret_cast<uint16_t*>(panel) + (input / 4 * kPanel + column) * 4 + input % 4;
+    for (int lane = 0; lane < kLanes; ++lane) to[lane * 4] = line[lane];
+}
+#endif
+
+// Units for kernels that take vectors of columns: 4 bits are [2][32 columns] words, of 8 inputs each, and 8 bits are
+// [16][32 columns].
+template <class Dense>
 struct ColumnUnits {
     static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, bool is_nibble) {
         if (is_nibble)
@@ -333,7 +349,7 @@ struct ColumnUnits {
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
         const Codebook codebook(quantization.codebook);
-        uint16_t* to = reinterpret_cast<uint16_t*>(out);
+        int64_t first = 0;
         panel.each_group(weight, inputs, [&](const GroupNumbers& header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
                 const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
@@ -341,10 +357,10 @@ struct ColumnUnits {
                     each_input<kKind, kAffine>(
                         quantization, codebook, numbers, units + unit * panel.unit_bytes, part,
                         [&](int input, Vector value) {
-                            store_high_halves(to + (unit * kUnit + input) * kPanel + part * kLanes, rounded(value));
+                            put_input(Dense(), out, first + unit * kUnit + input, part * kLanes, rounded(value));
                         });
             }
-            to += count * kUnit * kPanel;
+            first += count * kUnit;
         });
     }
 
@@ -680,11 +696,14 @@ using QuantizedKernel = Quantized<TilePairs, PairUnits, 0, TilePairs::kChunk, 8>
 #elif defined(__AVX512BF16__)
 using BFloatKernel = DotPairs;
 using QuantizedKernel = Quantized<DotPairs, PairUnits, 4, 1024>;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+using BFloatKernel = Matrices;
+using QuantizedKernel = Quantized<Matrices, ColumnUnits<Matrices>, 0, 256>;
 #else
 using BFloatKernel = Fma<BFloat>;
 // Every number of rows has functions of its own, so there is a limit.
 constexpr int kFmaFewRows = Fma<BFloat>::kRows < 8 ? Fma<BFloat>::kRows : 8;
-using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits, kFmaFewRows, 0>;
+using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits<Fma<BFloat>>, kFmaFewRows, 0>;
 #endif
 
 template <>
