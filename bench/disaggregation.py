@@ -268,10 +268,10 @@ def bytes_to_move(model: str | None, num_tokens: int) -> int:
 
 async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     cores = {"prefill": [args.cores[0]], "decode": [args.cores[1]]}
-    per_round = sum(bytes_to_move(args.model, length) for length in args.lengths)
+    per_token, state = bytes_of(args.model)
     num_warm_up = 2 + max_model_len(args) // sum(args.lengths)
-    # An engine needs at least so many states, some of which are used for the first time.
-    memory, states = num_warm_up * per_round, _NUM_STATES * bytes_of(args.model)[1]
+    # An engine needs at least so many states.
+    memory, states = num_warm_up * sum(args.lengths) * per_token, _NUM_STATES * state
     flags = [*model_flags(args, str(memory + states)), "--num-threads", "1"]
     if states:
         flags += ["--state-cache-share", f"{states / (memory + states):.3f}"]

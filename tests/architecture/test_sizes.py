@@ -30,7 +30,7 @@ BUDGETS = {
     "frontend": 1800,
     "grammar": 352,
     "kernels": 6083,
-    "kv_transfer": 6633,
+    "kv_transfer": 6641,
     "layers": 343,
     "loadgen": 503,
     "messages": 856,
@@ -43,7 +43,7 @@ BUDGETS = {
     "server": 4622,
     "simulation": 3592,
     "tokenizer": 338,
-    "utils": 665,
+    "utils": 694,
     "verify": 782,
     "worker": 648,
 }

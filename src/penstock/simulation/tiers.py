@@ -63,7 +63,7 @@ class _Job:
 class _Region(OffloadRegion):
     """The real one, without the thread that populates it ahead of time."""
 
-    def _make_ready(self, area: object, used: int) -> None: ...
+    def _make_ready(self, kind: int, used: int) -> None: ...
 
 
 class SimDisk:

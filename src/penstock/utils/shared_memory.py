@@ -33,10 +33,15 @@ class SharedMemory:
 
     def populate(self, start: int, num_bytes: int) -> None:
         """Allocates the pages of bytes [start, start + num_bytes) in this mapping; other threads continue to run."""
-        length = min(num_bytes, len(self.view) - start)
-        if length > 0:
-            address = ctypes.c_void_p(self.address + start)
-            ctypes.CDLL(None).madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+        populate_memory(self.address + start, min(num_bytes, len(self.view) - start))
+
+
+def populate_memory(address: int, num_bytes: int) -> None:
+    """Allocates the pages of memory, which keeps its content; other threads continue to run."""
+    if num_bytes > 0:
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        length = ctypes.c_size_t(address + num_bytes - start)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), length, _MADV_POPULATE_WRITE)
 
 
 def create_memory(num_bytes: int) -> SharedMemory:

@@ -9,6 +9,8 @@ import numpy as np
 
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.math import cdiv
+from penstock.utils.memory_ahead import Area
 
 
 class NamedRegion(msgspec.Struct, frozen=True):
@@ -55,6 +57,13 @@ class AddressSpace:
         """
         return self.located(self.split(ranges, 0), 0)
 
+    def ends(self, ranges: np.ndarray) -> dict[int, int]:
+        """Returns where the last byte of checked ranges, [n, 2] int64, ends in each region that has some."""
+        pieces = self.split(ranges, 0)
+        region = np.searchsorted(self._ends, pieces[:, 0], "right")
+        last = pieces.sum(axis=1) - self._starts[region]
+        return {int(each): int(last[region == each].max()) for each in np.unique(region)}
+
     def split(self, runs: np.ndarray, column: int) -> np.ndarray:
         """Cuts runs where a region ends: [n, k] int64, whose last column is bytes and the others are offsets, those in
         `column` in this memory. Runs without bytes are dropped."""
@@ -88,6 +97,11 @@ class FlatMemory(AddressSpace):
         self._regions = [region.cast("B") for region in regions]
         self._arrays = [np.frombuffer(region, np.uint8) for region in self._regions]
         super().__init__([(array.ctypes.data, len(array)) for array in self._arrays])
+
+    def areas(self, ahead: int) -> list[Area]:
+        """Returns the addresses of all regions, of which `ahead` bytes together are allocated before their use."""
+        sizes = [(array.ctypes.data, len(array)) for array in self._arrays]
+        return [Area(address, size, cdiv(ahead * size, max(1, self.num_bytes))) for address, size in sizes]
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         return b"".join(

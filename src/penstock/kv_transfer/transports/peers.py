@@ -38,6 +38,8 @@ from penstock.kv_transfer.transports.stream import Stream
 from penstock.kv_transfer.transports.threads import ThreadGroup
 from penstock.utils.errors import PeerError, PenstockError
 from penstock.utils.logging import get_logger
+from penstock.utils.memory_ahead import AHEAD_BYTES, MemoryAhead
+from penstock.utils.shared_memory import populate_memory
 
 _logger = get_logger(__name__)
 
@@ -130,7 +132,7 @@ class PeerTransport(Generic[_Address]):
         self._address = address
         self._key = key
         self._limits = limits
-        self._memory = FlatMemory()
+        self._hold(FlatMemory())
         self._peers: dict[PeerId, Peer] = {}
         self._lock = threading.Condition()
         self._closing = threading.Event()
@@ -149,7 +151,7 @@ class PeerTransport(Generic[_Address]):
 
     def register(self, regions: Sequence[memoryview]) -> None:
         assert not self._memory.num_bytes, "memory is registered once"
-        self._memory = FlatMemory(regions)
+        self._hold(FlatMemory(regions))
 
     def descriptor(self) -> bytes:
         return encode(self._address)
@@ -174,6 +176,8 @@ class PeerTransport(Generic[_Address]):
             check_runs(runs, self._memory.num_bytes, target.num_bytes)
             if len(runs) > self._limits.max_runs:
                 raise PeerError(f"a transfer has {len(runs)} runs; the limit is {self._limits.max_runs}")
+            for region, end in self._memory.ends(runs[:, [0, 2]]).items():
+                self._ahead.use(region, end)
             transfer = Transfer(runs)
             target.queue.append(transfer)
             self._lock.notify_all()
@@ -202,7 +206,15 @@ class PeerTransport(Generic[_Address]):
                 self._lose(peer)
         self._threads.join(_CLOSE_SECONDS)
         self._listener.close(_CLOSE_SECONDS, self._grace_seconds)
+        self._ahead.close()
         self._memory = FlatMemory()
+
+    def _hold(self, memory: FlatMemory) -> None:
+        """Takes the memory into which transfers write, at first from the beginning of every region on."""
+        areas = memory.areas(AHEAD_BYTES)
+        self._memory, self._ahead = memory, MemoryAhead(areas, populate_memory)
+        for region in range(len(areas)):
+            self._ahead.use(region, 0)
 
     # ---- The life of a peer ----
 

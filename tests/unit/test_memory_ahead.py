@@ -1,0 +1,79 @@
+"""Memory is allocated before it is used for the first time."""
+
+import ctypes
+import mmap
+import time
+
+import numpy as np
+import pytest
+
+from penstock.kv_transfer.transports import peers
+from penstock.kv_transfer.transports.sockets import SocketsTransport
+from penstock.utils.memory_ahead import Area, MemoryAhead
+from penstock.utils.shared_memory import populate_memory
+
+MIB = 1 << 20
+KEY = b"k" * 32
+
+
+def recorded(areas: list[Area], *uses: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns the intervals that are populated, in order."""
+    found: list[tuple[int, int]] = []
+    ahead = MemoryAhead(areas, lambda start, num_bytes: found.append((start, start + num_bytes)))
+    for number, used in uses:
+        ahead.use(number, used)
+    ahead._thread.shutdown()
+    return found
+
+
+def test_an_area_is_populated_ahead_of_its_use_and_never_beyond_its_end() -> None:
+    def area() -> Area:
+        return Area(start=MIB, num_bytes=9 * MIB, ahead=4 * MIB)
+
+    assert recorded([area()], (0, 0)) == [(MIB, 2 * MIB), (2 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)]
+    assert recorded([area()], (0, 0), (0, 2 * MIB)) == recorded([area()], (0, 0)), "half of it is ready"
+    assert recorded([area()], (0, 9 * MIB)) == [], "nothing follows"
+    assert recorded([area()], (0, 7 * MIB))[-1] == (8 * MIB, 10 * MIB)
+    assert recorded([Area(0, 0), area()], (0, 0), (1, 8 * MIB)) == [(8 * MIB, 10 * MIB)]
+
+
+def num_resident(mapping: mmap.mmap) -> int:
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    pages = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+def test_populated_memory_keeps_its_content() -> None:
+    mapping = mmap.mmap(-1, MIB)
+    mapping[5000] = 7
+    before = num_resident(mapping)
+    populate_memory(np.frombuffer(mapping, np.uint8).ctypes.data + 5000, MIB // 2)
+    assert before < MIB // 2 // mmap.PAGESIZE <= num_resident(mapping)
+    assert mapping[5000] == 7
+
+
+def test_the_memory_of_a_transport_is_allocated_before_transfers_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "AHEAD_BYTES", 8 * MIB)
+    source, target = SocketsTransport("127.0.0.1", KEY), SocketsTransport("127.0.0.1", KEY)
+    try:
+        mappings = [mmap.mmap(-1, 16 * MIB) for _ in range(2)]
+        source.register([memoryview(bytearray(32 * MIB))])
+        target.register([memoryview(mapping) for mapping in mappings])
+        wait_for(lambda: all(num_resident(each) == 4 * MIB // mmap.PAGESIZE for each in mappings))
+        peer = target.connect(source.descriptor())
+        # Bytes 3 MiB to 4 MiB of the second region.
+        handle = target.submit(peer, np.array([[19 * MIB, 0, MIB]], np.int64))
+        wait_for(lambda: num_resident(mappings[1]) == 8 * MIB // mmap.PAGESIZE)
+        assert num_resident(mappings[0]) == 4 * MIB // mmap.PAGESIZE, "nothing was written there"
+        wait_for(lambda: target.poll(handle).is_settled)
+    finally:
+        for each in (target, source):
+            each.close()
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
