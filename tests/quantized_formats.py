@@ -122,6 +122,12 @@ def float8(layer: str, weight: torch.Tensor, scales: torch.Tensor) -> tuple[Tens
     return {f"{layer}.weight": stored, f"{layer}.weight_scale": scales}, (stored.float() * scales).bfloat16()
 
 
+def modelopt(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """With the scale of inputs that a calibration has left, which is not applied."""
+    tensors, values = float8(layer, weight, weight.float().abs().amax() / 448 + 1e-5)
+    return {**tensors, f"{layer}.input_scale": torch.tensor(0.02)}, values
+
+
 def int8(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scales = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-5)
     stored = (weight.float() / scales).round().to(torch.int8)
@@ -188,6 +194,7 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         lambda layer, weight: float8(layer, weight, weight.float().abs().amax() / 448 + 1e-5),
     ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, modelopt),
     "int8": (_compressed(_integers(8, True)), int8),
     "int8 with int8 inputs": (_compressed(_integers(8, True), _DYNAMIC), int8),
 }

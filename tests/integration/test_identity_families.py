@@ -432,6 +432,8 @@ QUANTIZED += [
     pytest.param("lfm2-moe", "packed with zero points", {}),
     pytest.param("granite4-moe", "gptq", {}),
     pytest.param("nemotron-h", "packed with zero points", {}),
+    pytest.param("nemotron-h", "modelopt", {}),
+    pytest.param("gemma4", "packed", {}, marks=pytest.mark.long),
     pytest.param("nemotron-h", "gptq with zero points", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.config.model import load_model_config
+from penstock.config.model_path import resolve_model_path
 from penstock.config.quantization import read_quantization
 from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.models.sources.opening import open_weights
@@ -50,7 +53,7 @@ def test_every_part_has_the_values_of_the_format(name: str, tmp_path: Path) -> N
         assert isinstance(weight, QuantizedWeight) == ("act-order" not in name)
         if isinstance(weight, QuantizedWeight):
             assert weight.quantizes_inputs == ("int8 inputs" in name)
-            assert weight.bits == (8 if "8" in name else 4)
+            assert weight.bits == (8 if "8" in name or name == "modelopt" else 4)
 
 
 def test_what_is_not_quantized_passes_unchanged(tmp_path: Path) -> None:
@@ -147,6 +150,8 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two positive integers"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', and Penstock reads 'FP8'"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo is 'MIXED_PRECISION'"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "packing_format is None"),
         (compressed(weights={"num_bits": 3}), "config_groups.group_0.weights.num_bits is 3"),
         (compressed(weights={"strategy": "tensor_group"}), "weights.strategy is 'tensor_group'"),
@@ -161,6 +166,20 @@ def compressed(**changes: Any) -> dict[str, Any]:
 def test_what_is_not_served_is_refused_before_weights_are_read(config: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_quantization(tmp_path, config)
+
+
+def test_a_file_of_modelopt_names_the_format_where_config_json_does_not(tmp_path: Path) -> None:
+    shutil.copy(Path(resolve_model_path("demo")) / "config.json", tmp_path)
+    assert load_model_config(tmp_path).quantization is None
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    quantization = load_model_config(tmp_path).quantization
+    assert quantization is not None
+    assert quantization.name == "modelopt"
+    for wrong, message in (({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"), ([], "must be a JSON object")):
+        file.write_text(json.dumps({"quantization": wrong}))
+        with pytest.raises(ConfigError, match=message):
+            load_model_config(tmp_path)
 
 
 def test_static_inputs_and_bad_patterns_are_refused(tmp_path: Path) -> None:

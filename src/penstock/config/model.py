@@ -37,7 +37,7 @@ from penstock.config.layer_heads import (
     read_per_layer_inputs,
 )
 from penstock.config.nemotron import FEED_FORWARD
-from penstock.config.quantization import GGUF, QuantizationConfig, read_quantization
+from penstock.config.quantization import GGUF, MODELOPT, QuantizationConfig, read_quantization
 from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, MambaSizes, read_conv, read_delta, read_mamba
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.utils.errors import ConfigError
@@ -191,8 +191,20 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
+def _read_modelopt(path: Path) -> dict[str, Any] | None:
+    """Returns what a file of ModelOpt's says of the weights, in the form of `quantization_config`."""
+    file = path / "hf_quant_config.json"
+    raw = read_json(file)
+    if raw is None:
+        return None
+    fields: Any = raw.get("quantization")
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file}: quantization must be a JSON object, got {fields!r}")
+    return {**fields, "quant_method": MODELOPT}
+
+
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
-    quantization = read_quantization(path, raw.get("quantization_config"))
+    quantization = read_quantization(path, raw.get("quantization_config") or _read_modelopt(path))
     encoder = read_encoder(raw)
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers")

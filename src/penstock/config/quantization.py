@@ -16,9 +16,10 @@ from typing import Any
 from penstock.utils.errors import ConfigError
 
 FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", "mxfp4"
+MODELOPT = "modelopt"
 GGUF = "gguf"
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
-_SERVED = (FP8, COMPRESSED, GPTQ, AWQ, MXFP4, _AUTO_ROUND[0])
+_SERVED = (FP8, COMPRESSED, GPTQ, AWQ, MXFP4, MODELOPT, _AUTO_ROUND[0])
 _BITS = (4, 8)
 
 
@@ -100,6 +101,10 @@ def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
         return _read_awq(reader)
     if method in _AUTO_ROUND:
         return _read_auto_round(reader)
+    if method == MODELOPT:
+        # Scales of whole tensors or by rows, of which the tensors tell.
+        reader.check("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        return QuantizationConfig(MODELOPT)
     if method == GGUF:
         formats: Any = reader.fields.get("formats") or ()
         return QuantizationConfig(GGUF, formats=tuple(map(str, formats)))
