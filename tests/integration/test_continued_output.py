@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from penstock import LLM, SamplingParams
 from penstock.config.model_path import resolve_model_path
 from penstock.messages.structured_outputs import StructuredOutputsParams
+from penstock.router.bodies import continued
+from penstock.router.reported_stream import ReportedStream
 from penstock.utils.errors import RequestError
-from penstock.utils.stream_reports import ASK, MISMATCH_STATUS, STREAM_HEADER, ReportKind, read_event
+from penstock.utils.stream_reports import ASK, MISMATCH_STATUS, STREAM_HEADER, ReportKind, name_of, read_event
 from tests.integration.checkpoints import make_checkpoint
 from tests.integration.server_process import ServerProcess, serve
 from tests.quantized_formats import quantize_checkpoint
@@ -50,7 +52,7 @@ def llm() -> LLM:
     return engine()
 
 
-def continued(llm: LLM, given: list[int], params: SamplingParams) -> Any:
+def continued_by(llm: LLM, given: list[int], params: SamplingParams) -> Any:
     (done,) = llm.generate({"prompt": PROMPT, "output_token_ids": given}, params, use_tqdm=False)
     return done
 
@@ -84,7 +86,7 @@ def test_continued_output_equals_the_undisturbed_one(llm: LLM, speculator: str) 
         (expected,) = whole.outputs
         for count in (1, 7, len(expected.token_ids) - 1):
             other.reset_prefix_cache()
-            found = continued(other, expected.token_ids[:count], params)
+            found = continued_by(other, expected.token_ids[:count], params)
             (output,) = found.outputs
             assert (output.token_ids, output.text) == (expected.token_ids, expected.text), (case, count)
             assert (output.finish_reason, output.num_given_tokens) == (expected.finish_reason, count)
@@ -102,10 +104,10 @@ def test_a_stop_string_may_begin_in_the_given_output(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, stop=[stop])
     (whole,) = llm.generate(PROMPT, params, use_tqdm=False)
     assert whole.outputs[0].stop_reason == stop
-    (found,) = continued(llm, token_ids[:5], params).outputs
+    (found,) = continued_by(llm, token_ids[:5], params).outputs
     assert (found.text, found.stop_reason, found.token_ids) == (whole.outputs[0].text, stop, token_ids[:6])
     with pytest.raises(RequestError, match="contains the stop string"):
-        continued(llm, token_ids[:7], params)
+        continued_by(llm, token_ids[:7], params)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,11 @@ def test_a_stop_string_may_begin_in_the_given_output(llm: LLM) -> None:
         (7, {}, "must be a list of integers"),
         ([5, 6], {"stop_token_ids": [6]}, r"\[1\]=6 ends the output"),
         ([5, 6], {"allowed_token_ids": [6]}, r"\[0\]=5 is not among allowed_token_ids"),
-        ([5], {"n": 2}, "n must be 1"),
+        ([5], {"n": 2}, "must be 2 lists of integers with n=2"),
+        ([[5]], {"n": 2}, "must be 2 lists of integers with n=2"),
+        ([[5], "6"], {"n": 2}, "must be a list of integers"),
+        ([[5], [-1]], {"n": 2}, "must be integers from 0"),
+        ([[], [5, 6]], {"n": 2, "stop_token_ids": [6]}, r"\[1\]=6 ends the output"),
         ([5], {"prompt_logprobs": 0}, "exclude each other"),
     ],
 )
@@ -128,7 +134,7 @@ def test_output_that_contradicts_the_request_is_refused(
     llm: LLM, given: Any, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
-        continued(llm, given, SamplingParams(**{"max_tokens": 16, **fields}))
+        continued_by(llm, given, SamplingParams(**{"max_tokens": 16, **fields}))
 
 
 def test_output_that_its_grammar_forbids_ends_the_request_alone(llm: LLM) -> None:
@@ -136,11 +142,11 @@ def test_output_that_its_grammar_forbids_ends_the_request_alone(llm: LLM) -> Non
     params = SamplingParams(max_tokens=8, structured_outputs=choice)
     encode = llm.get_tokenizer().encode
     for text, message in (("maybe", "contradict the request's grammar"), ("yes", "are complete")):
-        found = continued(llm, encode(text, add_special_tokens=False), params)
+        found = continued_by(llm, encode(text, add_special_tokens=False), params)
         assert found.outputs[0].finish_reason == "error"
         assert found.is_request_error
         assert message in found.error
-    assert continued(llm, encode("n", add_special_tokens=False), params).outputs[0].text == "no"
+    assert continued_by(llm, encode("n", add_special_tokens=False), params).outputs[0].text == "no"
 
 
 # ---- The server ----
@@ -167,7 +173,38 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "tool": ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}),
     "json": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}),
     "reasoning": ("/v1/chat/completions", {**CHAT, **THINKING}),
+    "several": ("/v1/completions", {**COMPLETION, "echo": False, "n": 3, "stop": ["g"]}),
+    "several calls": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [TOOL], "tool_choice": "required", "n": 2, "temperature": 0.7, "seed": 1},
+    ),
 }
+"""With the completions API's chunks."""
+FUNCTION = TOOL["function"]
+WHOLE = {"stream": False, "echo": False}
+MESSAGE = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0.8}
+RESPONSE = {"input": MESSAGES[0]["content"], "max_output_tokens": 40, "temperature": 0.8, "store": False}
+TYPED_STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("/v1/messages", {**MESSAGE, "seed": 2, "presence_penalty": 0.6}),
+    "message with a call": (
+        "/v1/messages",
+        {
+            **MESSAGE,
+            "tools": [{"name": "get_weather", "input_schema": FUNCTION["parameters"]}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+    "thoughtful message": (
+        "/v1/messages",
+        {**MESSAGE, "messages": THINKING["messages"], "min_tokens": 12, "stop_sequences": ["zzz"]},
+    ),
+    "response": ("/v1/responses", {**RESPONSE, "seed": 3}),
+    "response with a call": (
+        "/v1/responses",
+        {**RESPONSE, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+    ),
+}
+"""With events that have types."""
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +215,14 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
+def streamed(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    options = {"stream_options": {"include_usage": True}} if path.endswith("completions") else {}
+    return {"stream": True, **options, **body}
+
+
 def stream(url: str, path: str, body: dict[str, Any], asked: str | None = ASK) -> tuple[str | None, list[bytes]]:
     """Returns the answer's name of the stream and its events."""
-    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    data = json.dumps(streamed(path, body)).encode()
     headers = {"Content-Type": "application/json", **({} if asked is None else {STREAM_HEADER: asked})}
     with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=60) as answer:
         blocks = answer.read().split(b"\n\n")
@@ -201,37 +243,48 @@ def without_ids(event: bytes) -> bytes:
     return json.dumps(chunk).encode()
 
 
-@pytest.mark.parametrize("case", STREAMS)
+@pytest.mark.parametrize("case", [*STREAMS, *TYPED_STREAMS])
 def test_a_stream_continues_where_it_was_cut(server: ServerProcess, case: str) -> None:
-    path, body = STREAMS[case]
+    path, body = {**STREAMS, **TYPED_STREAMS}[case]
+    compared = merged if case in STREAMS else merged_typed
     name, events = stream(server.url, path, body)
     assert name is not None
-    divided = [read_event(event) for event in events]
-    assert [kind for kind, _, _ in divided if kind is not None][-1] is ReportKind.LAST
-    end = next(place for place, (kind, _, _) in enumerate(divided) if kind is ReportKind.LAST)
-    token_ids: list[int] = []
-    for place in range(end):
-        token_ids += divided[place][1]
-        if place not in (0, 1, end // 2, end - 1):
+    sent = [read_event(event) for event in events]
+    ends = [place for place, (reports, _) in enumerate(sent) if any(each.kind is ReportKind.LAST for each in reports)]
+    assert case != "several" or len(ends) > 1, "the choices end at different times"
+    expected = compared([data for _, data in sent if data])
+    received = ReportedStream(body.get("n", 1))
+    received.name = name_of(name)
+    for place in range(ends[-1]):
+        passed = received.feed(events[place], False)
+        if place not in (0, 1, 5, ends[0], ends[-1] // 2, ends[-1] - 1) or not passed:
             continue
-        own = {key: value for key, value in body.items() if key != "prompt_logprobs"}
-        again, rest = stream(server.url, path, {**own, "output_token_ids": token_ids}, name)
-        assert again == name
-        expected = [data for _, _, data in divided[place + 1 :] if data]
+        rest = continued(body, received.token_ids, received.finished)
+        again, others = stream(server.url, path, rest, received.header)
+        assert name_of(again or "") == name_of(received.header)
+        before = b"".join(events[: place + 1]).split(b"\n\n")[:-1]
+        parts = [read_event(block + b"\n\n")[1] for block in before] + [read_event(event)[1] for event in others]
         # Drafts may be accepted in other steps, so events may be divided differently.
-        assert merged(expected) == merged([read_event(event)[2] for event in rest])
-        assert without_ids(rest[-2]) == without_ids(events[-2])
-    _, reasoning, _, _, calls, *_ = merged([data for _, _, data in divided if data])
-    assert bool(reasoning) or case != "reasoning"
-    assert bool(calls) == (case == "tool")
+        assert compared([data for data in parts if data]) == expected
+    if case in STREAMS:
+        _, reasoning, _, _, calls, *_ = expected[0]
+        assert bool(reasoning) or case != "reasoning"
+        assert bool(calls) == ("tools" in body)
 
 
 def merged(events: list[bytes]) -> list[Any]:
-    """Returns the concatenation of everything that the chunks hold, and what only the last one has."""
-    chunks = [json.loads(without_ids(event)) for event in events[:-1] if event]
-    text, reasoning, logprobs, token_ids, calls, roles = "", "", [], [], "", 0
+    """Returns the concatenation of everything that the chunks of each choice hold, and what all chunks have."""
+    chunks = [json.loads(without_ids(event)) for event in events[:-1]]
     names = {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}
-    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    indices = sorted({choice["index"] for choice in choices})
+    of_choices = [merged_choice([each for each in choices if each["index"] == index]) for index in indices]
+    return [*of_choices, [chunk["usage"] for chunk in chunks if chunk.get("usage")], sorted(names)]
+
+
+def merged_choice(choices: list[Any]) -> list[Any]:
+    text, reasoning, logprobs, token_ids, calls, roles = "", "", [], [], "", 0
+    for choice in choices:
         delta = choice.get("delta", {})
         roles += "role" in delta
         text += choice.get("text") or delta.get("content") or ""
@@ -241,8 +294,45 @@ def merged(events: list[bytes]) -> list[Any]:
         token_ids += choice.get("token_ids", [])
         found = choice["logprobs"] or {}
         logprobs += found.get("content") or list(zip(*filter(None, found.values()), strict=True))
-    ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-    return [text, reasoning, logprobs, token_ids, calls, roles, ends, sorted(names)]
+    ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return [text, reasoning, logprobs, token_ids, calls, roles, ends]
+
+
+def merged_typed(events: list[bytes]) -> list[Any]:
+    """Returns events with types: the deltas between two others as one, and ids and times by their first use."""
+    known: dict[Any, str] = {}
+    found: list[Any] = []
+    for number, event in enumerate(events):
+        kind, _, data = event.partition(b"\n")
+        fields = renamed(json.loads(data.removeprefix(b"data: ")), known)
+        assert kind == f"event: {fields['type']}".encode()
+        assert fields.pop("sequence_number", number) == number
+        last = found[-1] if found else {}
+        if "delta" in fields and fields["type"] == last.get("type"):
+            found[-1] = {**fields, "delta": joined(last["delta"], fields["delta"])}
+        else:
+            found.append(fields)
+    return found
+
+
+def joined(one: Any, other: Any) -> Any:
+    if isinstance(one, str):
+        return one + other
+    return {name: value if name == "type" else value + other[name] for name, value in one.items()}
+
+
+def renamed(fields: Any, known: dict[Any, str]) -> Any:
+    if isinstance(fields, list):
+        return [renamed(each, known) for each in fields]
+    if not isinstance(fields, dict):
+        return fields
+    result = {name: renamed(value, known) for name, value in fields.items()}
+    for name in ("id", "item_id", "call_id", "created_at"):
+        if name in result:
+            result[name] = known.setdefault(result[name], f"{name} {len(known)}")
+    for name in ("cached_tokens", "cache_read_input_tokens", "input_tokens"):
+        result.pop(name, None)
+    return result
 
 
 def test_a_whole_answer_includes_the_given_output(server: ServerProcess) -> None:
@@ -255,17 +345,18 @@ def test_a_whole_answer_includes_the_given_output(server: ServerProcess) -> None
     for path, fields in STREAMS.values():
         body = {**fields, "return_token_ids": True, "echo": False}
         whole = ask(path, body)
-        given = whole["choices"][0]["token_ids"][:9]
-        found = ask(path, {**body, "output_token_ids": given})
+        each = [choice["token_ids"][:1] for choice in whole["choices"]]
+        found = ask(path, {**body, "output_token_ids": each if len(each) > 1 else each[0]})
         for answer in (whole, found):
             for name in ("id", "created"):
                 del answer[name]
             del answer["usage"]["prompt_tokens_details"]
-            for call in answer["choices"][0].get("message", {}).get("tool_calls", ()):
-                del call["id"]
-        if logprobs := whole["choices"][0]["logprobs"]:
-            for name, rows in logprobs.items():
-                logprobs[name] = rows and rows[9:]
+            for choice in answer["choices"]:
+                for call in choice.get("message", {}).get("tool_calls", ()):
+                    del call["id"]
+        for choice in whole["choices"]:
+            for name, rows in (choice["logprobs"] or {}).items():
+                choice["logprobs"][name] = rows and rows[1:]
         assert found == whole
 
 
@@ -286,12 +377,17 @@ def test_the_server_refuses_in_words_what_it_cannot_continue(server: ServerProce
         assert refusal(server, path, {**COMPLETION, **given}, asked)[0] == 400
     for fields, message in (
         ({"prompt": ["a", "b"], **given}, "one prompt"),
-        ({"n": 2, **given}, "n must be 1"),
+        ({"n": 2, **given}, "must be 2 lists"),
+        ({"n": 2, "output_token_ids": [[5], []], "finished_choices": [1]}, "must name choices with output"),
+        ({"n": 2, "output_token_ids": [[5], [5]], "finished_choices": [2]}, "must name choices with output"),
+        ({"n": 2, "output_token_ids": [[5], [5]], "finished_choices": [0, 1]}, "nothing is left"),
+        ({**given, "finished_choices": [0]}, "nothing is left"),
+        ({"n": 2, "output_token_ids": [[5], []], "finished_choices": [0], **WHOLE}, "must be streamed"),
         ({"output_token_ids": [1 << 31]}, "output_token_ids"),
         ({"output_token_ids": "5"}, "output_token_ids"),
         ({"max_tokens": 1, **given}, "nothing is left"),
     ):
         status, found = refusal(server, path, {**COMPLETION, **fields})
         assert (status, message in found) == (400, True), found
-    assert stream(server.url, path, {**COMPLETION, "n": 2})[0] is None, "several completions are not reported"
+    assert stream(server.url, path, {**COMPLETION, "n": 2})[0] is None, "the log probabilities of the prompt are lost"
     assert stream(server.url, path, COMPLETION, None)[0] is None

@@ -11,11 +11,22 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from openai import OpenAI
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, OpenAI
 
 from penstock.utils.stream_reports import read_event
 from tests.integration.server_process import ServerProcess, serve
-from tests.integration.test_continued_output import COMPLETION, PROMPT, STREAMS, merged, stream, without_ids
+from tests.integration.test_continued_output import (
+    COMPLETION,
+    MESSAGES,
+    PROMPT,
+    STREAMS,
+    TYPED_STREAMS,
+    merged,
+    merged_typed,
+    stream,
+    streamed,
+)
 from tests.integration.test_router import route
 from tests.integration.test_vllm_router import instance
 from tests.unit import router_stubs
@@ -55,10 +66,13 @@ def passing_on(url: str, num_events: int | None) -> Handler:
     return answer
 
 
-@pytest.mark.parametrize("case", [*STREAMS, "stop"])
+@pytest.mark.parametrize("case", [*STREAMS, *TYPED_STREAMS, "stop"])
 def test_a_migrated_stream_equals_the_undisturbed_one(server: ServerProcess, case: str) -> None:
     penalties = {**COMPLETION, "presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {"11": 2}}
-    path, body = STREAMS.get(case, ("/v1/completions", penalties))
+    path, body = {**STREAMS, **TYPED_STREAMS}.get(case, ("/v1/completions", penalties))
+    if case in TYPED_STREAMS:
+        body = {**body, "seed": 9}
+    compared = merged_typed if case in TYPED_STREAMS else merged_chunks
     if case == "stop":
         _, events = stream(server.url, path, {**body, "logprobs": None}, None)
         text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2])
@@ -70,25 +84,59 @@ def test_a_migrated_stream_equals_the_undisturbed_one(server: ServerProcess, cas
         for cuts in ((0, 1), (3, 2), (6, 4)):
             stubs: list[Stub] = [router_stubs.serve(passing_on(server.url, count)) for count in (*cuts, None)]
             async with routed(*stubs) as client:
-                fields = {**body, "stream": True, "stream_options": {"include_usage": True}}
-                async with client.session.post(client.router.url + path, json=fields) as answer:
-                    found = [block + b"\n\n" for block in (await answer.read()).split(b"\n\n")[:-1]]
-            assert [read_event(event)[0] for event in found] == [None] * len(found), "no report reaches the client"
-            assert without_names(merged(found)) == without_names(merged(expected)), cuts
-            assert usage(found) == usage(expected)
-            ids = {json.loads(event[6:])["id"] for event in found[:-1]}
-            assert len(ids) == 1
+                status, sent = await client.ask(path, streamed(path, body))
+            assert status == 200
+            found = [block + b"\n\n" for block in sent.split(b"\n\n")[:-1]]
+            assert not any(read_event(event)[0] for event in found), "no report reaches the client"
+            assert compared(found) == compared(expected), cuts
             assert sum(stub.num_requests for stub in stubs) >= 2
 
     run(check)
 
 
-def without_names(found: list[Any]) -> list[Any]:
-    return found[:-1]
+@pytest.mark.parametrize("api", ["responses", "messages", "chat"])
+def test_official_clients_see_one_stream(server: ServerProcess, api: str) -> None:
+    """They check the order of events, and add up their parts."""
+    fields: dict[str, Any] = {"model": "demo", "extra_body": {"seed": 5, "temperature": 0.8}}
+    options: dict[str, Any] = {"api_key": "none", "max_retries": 0}
+
+    async def answer(url: str) -> Any:
+        if api == "messages":
+            async with AsyncAnthropic(base_url=url, **options) as client:
+                arguments = {**fields, "max_tokens": 40, "messages": MESSAGES}
+                async with client.messages.stream(**arguments) as events:
+                    message = await events.get_final_message()
+                return message.content[0].model_dump(), message.stop_reason, message.usage.output_tokens
+        async with AsyncOpenAI(base_url=f"{url}/v1", **options) as client:
+            if api == "responses":
+                events = [each async for each in await client.responses.create(**fields, input="Rain?", stream=True)]
+                assert [each.sequence_number for each in events] == list(range(len(events)))
+                assert [each.type for each in events].count("response.created") == 1
+                texts = [each.delta for each in events if each.type == "response.output_text.delta"]
+                assert "".join(texts) == events[-1].response.output_text
+                return "".join(texts), events[-1].type
+            chat = await client.chat.completions.create(**fields, messages=MESSAGES, n=3, max_tokens=40, stream=True)
+            chunks = [chunk async for chunk in chat]
+            assert len({chunk.id for chunk in chunks}) == 1
+            texts = ["", "", ""]
+            for choice in (choice for chunk in chunks for choice in chunk.choices):
+                texts[choice.index] += choice.delta.content or ""
+            return texts
+
+    async def check() -> None:
+        expected = await answer(server.url)
+        stubs: list[Stub] = [router_stubs.serve(passing_on(server.url, count)) for count in (7, 3, None)]
+        async with routed(*stubs) as client:
+            assert await answer(client.router.url) == expected
+        assert sum(stub.num_requests for stub in stubs) >= 2
+
+    run(check)
 
 
-def usage(events: list[bytes]) -> Any:
-    return json.loads(without_ids(events[-2]))["usage"]
+def merged_chunks(events: list[bytes]) -> list[Any]:
+    *choices, names = merged(events)
+    assert len(names) == 1, "all have one id and one time"
+    return choices
 
 
 @pytest.mark.long

@@ -76,17 +76,19 @@ def _count_twice(original: Original, plan: Any, rows: Any) -> Any:
 
 
 def _report_twice(original: Original, self: Any, part: bytes, is_last: bool) -> bytes:
-    before = len(self.token_ids)
+    (token_ids,) = self.token_ids
+    before = len(token_ids)
     passed = original(self, part, is_last)
-    self.token_ids += self.token_ids[before:][-1:]
+    token_ids += token_ids[before:][-1:]
     return passed
 
 
 def _lose_report(original: Original, self: Any, part: bytes, is_last: bool) -> bytes:
-    before = len(self.token_ids)
+    (token_ids,) = self.token_ids
+    before = len(token_ids)
     passed = original(self, part, is_last)
-    if len(self.token_ids) > max(before, 1):
-        self.token_ids.pop()
+    if len(token_ids) > max(before, 1):
+        token_ids.pop()
     return passed
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
+from penstock.router import bodies
 from penstock.router.dispatcher import Limits
 from penstock.router.exchange import Timeouts
 from penstock.router.health import HealthConfig
 from penstock.router.reported_stream import ReportedStream
 from penstock.utils.errors import PeerError
-from penstock.utils.stream_reports import ASK, STREAM_HEADER, ReportKind, StreamName, header_value, report_line
+from penstock.utils.stream_reports import ASK, STREAM_HEADER, ReportKind, StreamName, header_value, name_of, report_line
 from tests.unit.router_stubs import (
     PATH,
     STYLES,
@@ -70,18 +72,25 @@ async def stop(_: web.Request, __: web.StreamResponse) -> None:
     await asyncio.Event().wait()
 
 
+def without_events(asked: str) -> str:
+    """Returns the name of a stream without how many of its events have been received."""
+    name = name_of(asked)
+    assert name is not None
+    return header_value(replace(name, num_events=0))
+
+
 def instance(num_tokens: int | None = None, fault: Fault = cut, name: str = NAME) -> Handler:
     """Generates `num_tokens` more of the answer, and then has a fault; without a number it generates all."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         asked = request.headers.get(STREAM_HEADER)
-        if asked not in (None, ASK, name):
+        given = body.get("output_token_ids", [])
+        if asked not in (None, ASK) and without_events(asked) != name:
             return web.Response(status=409, text="other arithmetic")
         headers = {"Content-Type": "text/event-stream", **({} if asked is None else {STREAM_HEADER: name})}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        given = body.get("output_token_ids", [])
         assert given == TOKENS[: len(given)], given
         rest = TOKENS[len(given) :]
         for place, token_id in enumerate(rest):
@@ -117,7 +126,9 @@ def test_the_client_sees_one_stream(fault: Fault, num_tokens: int) -> None:
             assert await ask(client) == WHOLE
             assert (first.num_requests, second.num_requests) == (1, 1)
             assert second.bodies[0] == {**BODY, "output_token_ids": TOKENS[:num_tokens]}
-            assert second.headers[0][STREAM_HEADER] == NAME
+            assert second.headers[0][STREAM_HEADER] == header_value(
+                StreamName("same", "cmpl-1", 7, num_events=num_tokens)
+            )
             assert await migrations(client, "died") == 1
             assert await client.metric(f'vllm_router_requests_total{{route="{PATH}"}}') == 1
 
@@ -198,9 +209,8 @@ def test_a_request_that_kills_instances_before_it_progresses_ends_two_more_at_mo
     [
         (instance(name=header_value(StreamName("other", "cmpl-1", 7))), {}),
         (half, {}),
-        (instance(), {"n": 2}),
     ],
-    ids=["other arithmetic", "another engine", "several completions"],
+    ids=["other arithmetic", "another engine"],
 )
 def test_what_cannot_be_continued_ends_as_before(second: Handler, fields: dict[str, Any]) -> None:
     async def check() -> None:
@@ -308,4 +318,64 @@ def test_a_stream_does_not_depend_on_how_it_arrives() -> None:
         stream = ReportedStream()
         parts = [sent[start : start + size] for start in range(0, len(sent), size)]
         assert b"".join(stream.feed(part, False) for part in parts[:-1]) + stream.feed(parts[-1], True) == WHOLE
-        assert stream.token_ids == [*TOKENS[:-1], 8]
+        assert stream.token_ids == [[*TOKENS[:-1], 8]]
+
+
+def test_events_without_a_report_belong_to_the_next_one_that_has_one() -> None:
+    stream = ReportedStream()
+    assert stream.feed(b"event: begun\ndata: {}\n\ndata: 1\n\n", False) == b""
+    stream.restart()
+    assert (stream.num_events, stream.num_tokens) == (0, 0), "the client has received nothing"
+    sent = b"event: begun\ndata: {}\n\n" + report_line(ReportKind.TOKENS, [5]) + b"data: 1\n\ndata: 2\n\n"
+    assert stream.feed(sent, False) == b"event: begun\ndata: {}\n\ndata: 1\n\n"
+    assert (stream.num_events, stream.token_ids) == (2, [[5]])
+    assert stream.feed(b"data: error\n\n", True) == b"data: 2\n\ndata: error\n\n", "the body is complete"
+
+
+def test_completions_are_reported_and_end_one_by_one() -> None:
+    stream = ReportedStream(3)
+    both = report_line(ReportKind.TOKENS, [1]) + report_line(ReportKind.TOKENS, [2, 3], 2) + b"data: a\n\n"
+    assert stream.feed(both, False) == b"data: a\n\n"
+    assert stream.feed(report_line(ReportKind.LAST, [4], 2) + b"data: b\n\n", False) == b"data: b\n\n"
+    assert (stream.token_ids, stream.finished) == ([[1], [], [2, 3, 4]], {2})
+    body = {"n": 3, "prompt_logprobs": 1, "output_token_ids": [[7], [8], [9]], "finished_choices": []}
+    given = {"output_token_ids": [[7, 1], [8], [9, 2, 3, 4]], "finished_choices": [2]}
+    assert bodies.continued(body, stream.token_ids, stream.finished) == {"n": 3, **given}
+    last = report_line(ReportKind.LAST, [5]) + report_line(ReportKind.LAST, [6], 1) + b"data: c\n\n"
+    assert stream.feed(last, False) == b""
+    assert stream.token_ids == [[1], [], [2, 3, 4]], "nothing of an end that may be repeated"
+    assert stream.feed(b"data: [DONE]\n\n", True) == b"data: c\n\ndata: [DONE]\n\n"
+    with pytest.raises(PeerError, match="not among the 3"):
+        ReportedStream(3).feed(report_line(ReportKind.TOKENS, [1], 3) + b"data: a\n\n", False)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_other_apis_continue_too_and_whole_answers_begin_again(path: str) -> None:
+    async def check() -> None:
+        first, second = serve(instance(2)), serve(instance())
+        async with routed(first, second) as client:
+            body = {"input": "a", "messages": [], "stream": True}
+            assert await client.ask(path, body) == (200, WHOLE)
+            assert second.bodies[0] == {**body, "output_token_ids": TOKENS[:2]}
+        first, second = serve(instance(0)), serve(prefilled)
+        async with routed(first, second) as client:
+            for _ in range(2):
+                status, _ = await client.ask(path, {"input": "a"})
+                assert status == 200
+            assert STREAM_HEADER not in second.headers[0]
+
+    run(check)
+
+
+def test_a_client_that_leaves_while_its_stream_moves_ends_it() -> None:
+    async def check() -> None:
+        first, second = serve(instance(2)), serve(instance(0, stop))
+        async with routed(first, second) as client:
+            asking = asyncio.create_task(ask(client))
+            await until(lambda: second.num_requests == 1)
+            asking.cancel()
+            await until(lambda: second.num_cancelled == 1)
+            error = f'vllm_router_request_errors_total{{error_type="client_left",route="{PATH}"}}'
+            assert await client.metric(error) == 1
+
+    run(check)

@@ -21,7 +21,8 @@ from penstock.utils.names import did_you_mean, is_unicode
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`.
 
-`output_token_ids` are output that was generated before, which the request continues.
+`output_token_ids` are output that was generated before, which the request continues; with n > 1 a list for each
+completion, of which those at the places `finished_choices` have ended.
 With token ids of two texts, `second_text_start` may give the start of the second one, for models that distinguish them.
 """
 
@@ -29,18 +30,29 @@ OUTPUT_TOKEN_IDS = "output_token_ids"
 _SEED_MASK = 2**64 - 1
 # For pooling requests: nothing is sampled, and the vector counts as one token.
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_text_start", "output_token_ids")
+FINISHED_CHOICES = "finished_choices"
+_PROMPT_KEYS = (
+    "prompt", "prompt_token_ids", "cache_salt", "second_text_start", OUTPUT_TOKEN_IDS, FINISHED_CHOICES
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRequest:
-    """One caller's request: its prompt, and one engine request per completion."""
+    """One caller's request: its prompt, and one engine request per completion, None for one that had ended before.
+    `given` is the output of each completion that was generated before.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    children: tuple[EngineRequest, ...]
+    completions: tuple[EngineRequest | None, ...]
+    given: tuple[tuple[int, ...], ...]
+
+    @property
+    def children(self) -> list[EngineRequest]:
+        """The engine requests, at least one."""
+        return [child for child in self.completions if child is not None]
 
 
 class InputProcessor:
@@ -94,10 +106,14 @@ class InputProcessor:
                 "min_tokens",
             )
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
-        output_token_ids = _output_token_ids(prompt)
-        if output_token_ids:
-            ending = eos | frozenset(params.stop_token_ids or ())
-            self._check_output(token_ids, output_token_ids, params, max_tokens, ending)
+        given = _output_token_ids(prompt, params.n)
+        finished = _finished_choices(prompt, given)
+        ending = eos | frozenset(params.stop_token_ids or ())
+        for index, output in enumerate(given):
+            if output and index not in finished:
+                self._check_output(token_ids, output, params, max_tokens, ending)
+            elif output:
+                self._check_token_ids(OUTPUT_TOKEN_IDS, output)
         # Requests without a seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
         # The noise is made from 64 bits; a larger seed would not fit into a message.
@@ -107,7 +123,7 @@ class InputProcessor:
             sampling_params=params,
             max_tokens=max_tokens,
             seed=seed & _SEED_MASK,
-            output_token_ids=output_token_ids,
+            output_token_ids=given[0],
             eos_token_ids=eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params.bad_words or ()),
@@ -117,10 +133,16 @@ class InputProcessor:
             adapter=adapter,
         )
         others = (
-            replace(first, request_id=f"{request_id}#{index}", seed=seed + (index << 48) & _SEED_MASK)
+            replace(
+                first,
+                request_id=f"{request_id}#{index}",
+                seed=seed + (index << 48) & _SEED_MASK,
+                output_token_ids=given[index],
+            )
             for index in range(1, params.n)
         )
-        return ProcessedRequest(request_id, text, token_ids, params, (first, *others))
+        children = tuple(None if index in finished else each for index, each in enumerate((first, *others)))
+        return ProcessedRequest(request_id, text, token_ids, params, children, given)
 
     def process_pooling(
         self, request_id: str, prompt: Prompt, params: PoolingParams, priority: int = 0
@@ -128,7 +150,7 @@ class InputProcessor:
         """Does the same for a pooling engine: adds the prompt that `params` names, and truncates as they specify."""
         assert self._pooling is not None, "a request that pools in an engine that generates"
         prompt = self._with_prompt(prompt, params)
-        if _output_token_ids(prompt):
+        if any(_output_token_ids(prompt, 1)):
             raise RequestError("a pooling engine generates no output to continue", OUTPUT_TOKEN_IDS)
         text, token_ids, cache_salt = self._check(prompt, priority, self.truncation(params))
         child = EngineRequest(
@@ -141,7 +163,7 @@ class InputProcessor:
             cache_salt=cache_salt,
             second_text_start=_second_text_start(prompt, len(token_ids)),
         )
-        return ProcessedRequest(request_id, text, token_ids, _NO_SAMPLING, (child,))
+        return ProcessedRequest(request_id, text, token_ids, _NO_SAMPLING, (child,), ((),))
 
     def _with_prompt(self, prompt: Prompt, params: PoolingParams) -> Prompt:
         """Puts the named prompt before a text. Tokens stay unchanged, and naming a prompt for them is an error."""
@@ -235,8 +257,6 @@ class InputProcessor:
     ) -> None:
         """Raises RequestError if output to be continued could not be this request's, or has ended."""
         field = OUTPUT_TOKEN_IDS
-        if params.n > 1:
-            raise RequestError(f"n must be 1 with {field}, got {params.n}: they continue one completion", "n")
         if params.prompt_logprobs is not None:
             raise RequestError(f"prompt_logprobs and {field} exclude each other", "prompt_logprobs")
         if len(token_ids) >= max_tokens:
@@ -298,12 +318,43 @@ def _second_text_start(prompt: Prompt, num_tokens: int) -> int:
     return start
 
 
-def _output_token_ids(prompt: Prompt) -> tuple[Any, ...]:
-    """Returns the output that the prompt names, of any type; () if it names none. Raises RequestError."""
+def _output_token_ids(prompt: Prompt, n: int) -> tuple[tuple[Any, ...], ...]:
+    """Returns the output that the prompt names for each of `n` completions, of any type; each () if it names none.
+
+    Raises RequestError.
+    """
     given = prompt.get(OUTPUT_TOKEN_IDS) if isinstance(prompt, Mapping) else None
+    each = _listed(given, OUTPUT_TOKEN_IDS)
+    if n == 1:
+        return (each,)
+    if not each:
+        return ((),) * n
+    if len(each) != n or not all(isinstance(one, Iterable) for one in each):
+        raise RequestError(
+            f"{OUTPUT_TOKEN_IDS} must be {n} lists of integers with n={n}, one for each", OUTPUT_TOKEN_IDS
+        )
+    return tuple(_listed(one, OUTPUT_TOKEN_IDS) for one in each)
+
+
+def _listed(given: Any, field: str) -> tuple[Any, ...]:
+    """Raises RequestError unless `given` is a list or None."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable | None):
-        raise RequestError(f"{OUTPUT_TOKEN_IDS} must be a list of integers", OUTPUT_TOKEN_IDS)
+        raise RequestError(f"{field} must be a list of integers", field)
     return () if given is None else tuple(given)
+
+
+def _finished_choices(prompt: Prompt, given: Sequence[Sequence[Any]]) -> frozenset[int]:
+    """Returns which completions get nothing more. Raises RequestError if that contradicts the given output."""
+    named = _listed(prompt.get(FINISHED_CHOICES) if isinstance(prompt, Mapping) else None, FINISHED_CHOICES)
+    for index in named:
+        if type(index) is not int or not 0 <= index < len(given) or not given[index]:
+            raise RequestError(
+                f"{FINISHED_CHOICES} must name choices with {OUTPUT_TOKEN_IDS}, got {index!r}", FINISHED_CHOICES
+            )
+    finished = frozenset(named)
+    if len(finished) == len(given):
+        raise RequestError(f"{FINISHED_CHOICES} has all choices: nothing is left to generate", FINISHED_CHOICES)
+    return finished
 
 
 def _as_fields(prompt: Any) -> Mapping[str, Any]:

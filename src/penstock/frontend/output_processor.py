@@ -69,15 +69,19 @@ class OutputProcessor:
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[CompletionOutput(index) for index in range(params.n)],
         )
-        for child, completion in zip(request.children, output.outputs, strict=True):
+        for child, given, completion in zip(request.completions, request.given, output.outputs, strict=True):
             if params.logprobs is not None:
                 completion.logprobs = []
                 completion.cumulative_logprob = 0.0
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
-            if child.output_token_ids:
-                _give(completion, child.output_token_ids, detokenizer)
+            if child is None:
+                _give(completion, given, None)
+                completion.finish_reason = FinishReason.STOP.value
+                continue
+            if given:
+                _give(completion, given, detokenizer)
             ending = child.eos_token_ids | child.stop_token_ids
             self._children[child.request_id] = _Child(output, completion, params, detokenizer, ending)
         return output

@@ -65,7 +65,8 @@ class CompletionOutput:
     """One of a request's `n` completions, generated so far.
 
     If the request continues given output, `text` and `token_ids` begin with it: its `num_given_tokens`, and the
-    `num_given_characters` that could be shown before the first new token. `logprobs` begin after it.
+    `num_given_characters` that could be shown before the first new token. `logprobs` begin after it. A completion that
+    had ended before has no text.
     """
 
     index: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,14 +19,19 @@ from penstock.utils.stream_reports import STREAM_HEADER
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 """The requests whose prompt another instance can compute, if they have one."""
+_RESPONSES = "/v1/responses"
+_GENERATIONS = (*COMPLETIONS, _RESPONSES, "/v1/messages")
+"""The requests for generated text."""
 _PARAMS = "kv_transfer_params"
 _OUTPUT = "output_token_ids"
+_FINISHED = "finished_choices"
 # In `kv_transfer_params`: these make an instance hold KV for another one, or fetch KV from an address.
 _TRANSFER_PARAMS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 128
 _BYTES_PER_TOKEN = 4
+_MAX_COMPLETIONS = 1 << 16
 # Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", _OUTPUT)
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", _OUTPUT, _FINISHED)
 # Headers of one connection (RFC 9110, 7.6.1), or generated for each.
 _CONNECTION_HEADERS = frozenset(
     {
@@ -42,8 +47,8 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
-    """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for a
-    completion, None for others.
+    """A client's request. `path` is without the query, `target` with it. `completion` is the body of a request for
+    generated text, None for others.
     """
 
     method: str
@@ -72,18 +77,34 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def is_streamed(self) -> bool:
         return self.completion is not None and self.completion.get("stream") is True
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the first part of the answer comes with the first token. A response begins with other events."""
+        return self.is_streamed and self.path != _RESPONSES
+
+    @property
+    def num_completions(self) -> int:
+        """The number of completions of each prompt, as far as the number is valid."""
+        count = (self.completion or {}).get("n")
+        return count if isinstance(count, int) and 0 < count <= _MAX_COMPLETIONS else 1
+
+    @property
+    def finished_choices(self) -> set[int]:
+        """The completions that the client says have ended before."""
+        given = (self.completion or {}).get(_FINISHED)
+        return {each for each in given if isinstance(each, int)} if isinstance(given, list) else set()
+
     def estimate_tokens(self) -> int:
         """Estimates the prompt's tokens, from the body's size unless it has a list of them."""
         given = only_prompt(self.completion or {})
         return len(given) if isinstance(given, list) else estimate_tokens(len(self.body))
 
     def is_divisible(self) -> bool:
-        return self.completion is not None and is_divisible(self.completion)
+        return self.path in COMPLETIONS and self.completion is not None and is_divisible(self.completion)
 
     def may_be_reported(self) -> bool:
-        """Returns whether the answer is a stream of one completion, which the client does not follow itself."""
-        is_followed = header_of(self.headers, STREAM_HEADER.lower()) is not None
-        return self.is_streamed and self.is_divisible() and not is_followed
+        """Returns whether the answer is a stream, which the client does not follow itself."""
+        return self.is_streamed and header_of(self.headers, STREAM_HEADER.lower()) is None
 
 
 class _Named(msgspec.Struct):
@@ -164,13 +185,13 @@ def models_of(data: bytes) -> list[tuple[str, dict[str, Any]]]:
     return [(each["id"], each) for each in listed if isinstance(each.get("id"), str)]
 
 
-def completion_path(method: str, path: str) -> str | None:
-    """Returns the path of a request for a completion as instances know it; None for other requests.
+def generation_path(method: str, path: str) -> str | None:
+    """Returns the path of a request for generated text as instances know it; None for other requests.
 
     Instances redirect a path with a slash at its end, to themselves.
     """
     path = path.rstrip("/")
-    return path if method == "POST" and path in COMPLETIONS else None
+    return path if method == "POST" and path in _GENERATIONS else None
 
 
 def read_completion(headers: Headers, data: bytes) -> dict[str, Any]:
@@ -235,10 +256,21 @@ def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any])
     return data[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
 
 
-def continued(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns the request for the rest of an answer of which the client has these tokens, and what precedes them."""
+def continued(body: Mapping[str, Any], token_ids: Sequence[Sequence[int]], finished: Collection[int]) -> dict[str, Any]:
+    """Returns the request for the rest of an answer of whose completions the client has these tokens, and what precedes
+    them; it has all of those that are `finished`.
+    """
     kept = {name: value for name, value in body.items() if name != "prompt_logprobs"}
-    return {**kept, _OUTPUT: [*(body.get(_OUTPUT) or ()), *token_ids]}
+    given: Sequence[Any] = body.get(_OUTPUT) or ()
+    if len(token_ids) == 1:
+        return {**kept, _OUTPUT: [*given, *token_ids[0]]}
+    before = given or [()] * len(token_ids)
+    ended = {*(body.get(_FINISHED) or ()), *finished}
+    return {
+        **kept,
+        _OUTPUT: [[*one, *other] for one, other in zip(before, token_ids, strict=True)],
+        _FINISHED: sorted(ended),
+    }
 
 
 def serial_prefill_body(body: Mapping[str, Any]) -> bytes:

@@ -31,7 +31,7 @@ from penstock.router.reported_stream import Reason, ReportedStream
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
-from penstock.utils.stream_reports import ASK, STREAM_HEADER, name_of
+from penstock.utils.stream_reports import STREAM_HEADER, name_of
 
 logger = get_logger(__name__)
 
@@ -130,10 +130,10 @@ class Exchanges:
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
         model = incoming.model() if self._dispatcher.pool.has_groups else ""
-        request = Routed(incoming.is_divisible, model, incoming.client, is_timed=incoming.is_streamed)
+        request = Routed(incoming.is_divisible, model, incoming.client, is_timed=incoming.is_timed)
         is_over, since, tail = False, self._clock.now(), _Tail()
         is_migrated = self._timeouts.migrate is not None and incoming.may_be_reported()
-        stream = ReportedStream() if is_migrated else None
+        stream = ReportedStream(incoming.num_completions, incoming.finished_choices) if is_migrated else None
         decision: Decision = None
         self._observer.arrived(incoming)
         try:
@@ -153,8 +153,8 @@ class Exchanges:
                     break
                 self._observer.planned(incoming, decision, is_retry=bool(request.failed) and not client.has_begun)
                 body = incoming.completion
-                if body is not None and stream is not None and client.has_begun:
-                    body = bodies.continued(body, stream.token_ids)
+                if body is not None and stream is not None and stream.num_events:
+                    body = bodies.continued(body, stream.token_ids, stream.finished)
                 try:
                     await self._answer(_Attempt(request, decision, incoming, since, tail, stream, body), client)
                     is_over = True
@@ -201,7 +201,7 @@ class Exchanges:
             logger.warning("%s failed before the answer began: %s", url, failure)
             return self._dispatcher.failed(request, url, str(failure), now, num_lost=failure.num_lost)
         assert stream is not None, "only a reported stream can be continued"
-        logger.warning("a stream goes on elsewhere after %d tokens: %s: %s", len(stream.token_ids), url, failure)
+        logger.warning("a stream goes on elsewhere after %d tokens: %s: %s", stream.num_tokens, url, failure)
         others = {each for each, found in self._fingerprints.items() if found != stream.fingerprint}
         stream.restart()
         return self._dispatcher.interrupted(request, {url, *others}, f"{url}: {failure}", now)
@@ -219,7 +219,7 @@ class Exchanges:
                 if attempt is None or attempt.request.phase is not Phase.ANSWERING:
                     continue
                 stream = attempt.stream
-                if stream is None or not stream.name or stream.interruption is not None:
+                if stream is None or stream.name is None or stream.interruption is not None:
                     continue
                 is_due = is_draining or stream.last_part_at <= late
                 if is_due and self._can_continue(attempt.request, stream.fingerprint, member.url):
@@ -360,7 +360,7 @@ class Exchanges:
         incoming, target, stream = attempt.incoming, attempt.plan.target, attempt.stream
         headers = incoming.headers
         if stream is not None:
-            headers = (*headers, (STREAM_HEADER, stream.name or ASK))
+            headers = (*headers, (STREAM_HEADER, stream.header))
         call = Call(incoming.method, target.url + incoming.target, headers, data)
         try:
             async with asyncio.timeout(None) as scope:
@@ -371,7 +371,7 @@ class Exchanges:
                         await self._pass_on(attempt, answer, client)
         except (PeerError, TimeoutError) as error:
             failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error, stream)
-            if stream is not None and stream.name and attempt.request.phase is Phase.ANSWERING:
+            if stream is not None and stream.name is not None and attempt.request.phase is Phase.ANSWERING:
                 stream.reason = stream.interruption or Reason.DIED
                 raise failure from None
             if attempt.request.phase is not Phase.ANSWERING:
@@ -411,18 +411,18 @@ class Exchanges:
     def _begin_report(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> ReportedStream | None:
         """Returns the stream if the answer is reported. Raises PeerError for an answer that does not continue it."""
         stream, url = attempt.stream, attempt.plan.target.url
-        name = bodies.header_of(answer.headers, STREAM_HEADER.lower()) if stream is not None else None
         if stream is None:
             return None
-        if not client.has_begun and answer.status == 200 and name is not None and name_of(name) is not None:
+        name = name_of(bodies.header_of(answer.headers, STREAM_HEADER.lower()) or "")
+        if not client.has_begun and answer.status == 200 and name is not None:
             stream.name = name
             answer.headers = bodies.without_stream_header(answer.headers)
             self._fingerprints[url] = stream.fingerprint
             return stream
         if not client.has_begun:
-            stream.name = ""
+            stream.name = None
             return None
-        if answer.status != 200 or name != stream.name:
+        if answer.status != 200 or name is None or not stream.is_named(name):
             self._fingerprints.pop(url, None)
             raise PeerError(f"it does not continue the stream: it has answered {answer.status}")
         self._fingerprints[url] = stream.fingerprint

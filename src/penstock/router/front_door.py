@@ -55,7 +55,7 @@ class FrontDoor:
         if not is_path or "#" in request.target:
             return await response.refuse(400, "the request's target must be a path, of ASCII and without a fragment")
         headers = bodies.forwarded_headers(request.headers)
-        completions = bodies.completion_path(request.method, path)
+        completions = bodies.generation_path(request.method, path)
         if completions is None:
             incoming = bodies.ClientRequest(request.method, path, request.target, headers, request.body)
             groups = self._dispatcher.pool.groups() if (request.method, path) == ("GET", _MODELS) else []

@@ -1,15 +1,18 @@
 """A stream whose instance reports its tokens, so that another instance can continue it (`utils.stream_reports`).
 
-Without I/O. The client gets the events without the reports. Of the end it gets nothing before the body has ended, so
-that a stream is either complete or can be continued: nothing may follow the last token.
+Without I/O. The client gets the events without the reports, and no event before its report. Of the end it gets nothing
+before the body has ended, so that a stream is either complete or can be continued: nothing may follow the last token.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from penstock.utils.errors import PeerError
-from penstock.utils.stream_reports import ReportKind, name_of, read_event
+from penstock.utils.stream_reports import ASK, Report, ReportKind, StreamName, header_value, read_event
 
 _END = b"\n\n"
 _MAX_EVENT_BYTES = 64 << 20
@@ -24,52 +27,85 @@ class Reason(enum.StrEnum):
 
 
 class ReportedStream:
-    """What the client has received. `token_ids` are those of all instances; `name` is the header's value that names the
-    stream, empty until an instance has answered with it. `interruption` is why the router ends the current answer, None
-    while it does not; `reason` is why the answer last ended too early. `last_part_at` is when its last part arrived.
+    """What the client has received. `token_ids` are those of all instances, by completion, and `finished` the
+    completions that have ended; `name` is None until an instance has answered with it. `num_events` counts the events.
+    `interruption` is why the router ends the current answer, None while it does not; `reason` is why the answer last
+    ended too early. `last_part_at` is when its last part arrived.
     """
 
-    def __init__(self) -> None:
-        self.name = ""
-        self.token_ids: list[int] = []
+    def __init__(self, num_completions: int = 1, finished: Iterable[int] = ()) -> None:
+        self.name: StreamName | None = None
+        self.token_ids: list[list[int]] = [[] for _ in range(num_completions)]
+        self.finished = set(finished)
+        self.num_events = 0
         self.interruption: Reason | None = None
         self.reason: Reason | None = None
         self.last_part_at = 0.0
         self._pending = b""
+        self._held: list[bytes] = []  # complete events whose report has not arrived
         self._is_ending = False
 
     @property
     def fingerprint(self) -> str:
         """What the tokens depend on; empty without a name."""
-        name = name_of(self.name)
-        return "" if name is None else name.fingerprint
+        return "" if self.name is None else self.name.fingerprint
+
+    @property
+    def header(self) -> str:
+        """The header's value in the next request for the stream."""
+        return (
+            ASK if self.name is None else header_value(msgspec.structs.replace(self.name, num_events=self.num_events))
+        )
+
+    def is_named(self, name: StreamName) -> bool:
+        """Returns whether an instance's answer continues this stream."""
+        return self.name == msgspec.structs.replace(name, num_events=0)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
 
     def restart(self) -> None:
-        """Drops the part of an event that the client has not received: another instance continues."""
+        """Drops what has arrived and was not passed to the client: another instance continues."""
         self._pending, self._is_ending, self.interruption = b"", False, None
+        self._held.clear()
 
     def feed(self, part: bytes, is_last: bool) -> bytes:
         """Takes a part of the body; returns what the client gets. Raises PeerError if the stream must be continued."""
         self._pending += part
-        if len(self._pending) > _MAX_EVENT_BYTES:
+        if len(self._pending) + sum(map(len, self._held)) > _MAX_EVENT_BYTES:
             raise PeerError(f"an event of its stream is larger than {_MAX_EVENT_BYTES} bytes")
         passed: list[bytes] = []
         while not self._is_ending and _END in self._pending:
             size = self._pending.index(_END) + len(_END)
             try:
-                kind, token_ids, data = read_event(self._pending[:size])
+                reports, data = read_event(self._pending[:size])
             except ValueError as error:
                 raise PeerError(f"its report of the stream is invalid: {error}") from None
-            if kind is ReportKind.DIED:
-                raise PeerError("its engine has died")
-            if kind is ReportKind.LAST:
-                self._is_ending = True
-                self._pending = data + self._pending[size:]
-            else:
-                self.token_ids += token_ids
-                self._pending = self._pending[size:]
-                passed.append(data)
+            self._pending = self._pending[size:]
+            if data:
+                self._held.append(data)
+            if reports and self._advance(reports):
+                passed += self._held
+                self.num_events += len(self._held)
+                self._held.clear()
         if is_last:
-            passed.append(self._pending)
+            passed += [*self._held, self._pending]
+            self._held.clear()
             self._pending = b""
         return b"".join(passed)
+
+    def _advance(self, reports: Sequence[Report]) -> bool:
+        """Adds what the client gets with the events so far; returns False, and adds nothing, if they are the last."""
+        if any(each.kind is ReportKind.DIED for each in reports):
+            raise PeerError("its engine has died")
+        if not all(0 <= each.index < len(self.token_ids) for each in reports):
+            raise PeerError(f"it reports a completion that is not among the {len(self.token_ids)} of its stream")
+        ended = {each.index for each in reports if each.kind is ReportKind.LAST}
+        if len(ended | self.finished) == len(self.token_ids):
+            self._is_ending = True
+            return False
+        self.finished |= ended
+        for each in reports:
+            self.token_ids[each.index] += each.token_ids
+        return True

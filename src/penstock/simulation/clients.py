@@ -115,7 +115,7 @@ class Clients:
         assert not lost.stream.feed(event[: self._rng.randrange(len(event))], False), "half an event is none"
         lost.stream.restart()
         self.counters["continued"] = self.counters.get("continued", 0) + 1
-        request = replace(lost.request, output_token_ids=tuple(lost.stream.token_ids))
+        request = replace(lost.request, output_token_ids=tuple(lost.stream.token_ids[0]))
         engine = self._rng.choice(self._names)
         return LiveRequest(
             request, lost.answer, lost.expected, engine, abort_at, received=lost.received, stream=lost.stream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -25,6 +25,7 @@ class MessageAnswer:
 
     def __init__(self, chat: Chat, message_id: str) -> None:
         self._blocks = AnswerBlocks(chat)
+        self._has_begun = False
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": chat.model}
 
     def whole(self) -> dict[str, Any]:
@@ -33,20 +34,25 @@ class MessageAnswer:
         return {**self._head, "content": content, **self._end(), "usage": self._usage()}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
+        self._blocks.skip_given()
+        self._has_begun = bool(self._blocks.completion.num_given_tokens)
         return with_errors(self._events(), _failed)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        has_begun = False
-        async with aclosing(self._blocks.stream()) as updates:
-            async for update in updates:
-                if not has_begun:
-                    has_begun = True
-                    # The number of cached prompt tokens is known only now.
-                    yield typed_event({"type": "message_start", "message": self._empty()})
-                for each in update:
-                    yield _block_event(each)
+        async with aclosing(self._blocks.generation.stream(self._news)) as streamed:
+            async for data in streamed:
+                yield data
         yield typed_event({"type": "message_delta", "delta": self._end(), "usage": self._usage()})
         yield typed_event({"type": "message_stop"})
+
+    def _news(self, _: int) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            # The number of cached prompt tokens is known only now.
+            yield typed_event({"type": "message_start", "message": self._empty()})
+        update = self._blocks.advance()
+        for each in () if update is None else update.events:
+            yield _block_event(each)
 
     def _empty(self) -> dict[str, Any]:
         usage = {**self._usage(), "output_tokens": 0}

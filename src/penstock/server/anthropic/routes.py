@@ -15,6 +15,7 @@ from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation
 from penstock.server.openai.conversation import render_chat, start_chat
 from penstock.server.openai.protocol import COMPLETION_RESPONSES, error_responses
+from penstock.server.openai.reported_streams import reported_stream
 from penstock.server.openai.translation import naming_fields
 from penstock.server.service import service_of
 
@@ -39,10 +40,14 @@ _ERRORS = error_responses(MessagesErrorBody)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answers a conversation."""
     request_id = f"msg_{secrets.token_hex(16)}"
+    service, chat_body = service_of(request), to_chat(body)
+    reported = reported_stream(service, request, chat_body, request_id)
     with naming_fields(FIELD_NAMES):
-        chat = await start_chat(service_of(request), request, to_chat(body), request_id)
-    answer = MessageAnswer(chat, request_id)
-    return await generation.respond(request, chat.generation, answer, request_id, is_stream=bool(body.stream))
+        chat = await start_chat(service, request, chat_body, request_id, reported)
+    answer = MessageAnswer(chat, request_id if reported is None else reported.id)
+    return await generation.respond(
+        request, chat.generation, answer, request_id, is_stream=bool(body.stream), reported=reported
+    )
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +88,7 @@ class AnswerBlocks:
         self.blocks: list[Block] = []
         self.generation = chat.generation
         self._number = number
-        self._reader = chat.reader()
+        self._reader = chat.reader(number)
         self._cursor = Cursor()
         self._is_open = False
 
@@ -113,13 +112,6 @@ class AnswerBlocks:
         """Reads the new part of the completion; None if there is none."""
         delta = self._cursor.advance(self.completion)
         return None if delta is None else Update(delta, list(self._events(delta)))
-
-    async def stream(self) -> AsyncGenerator[list[BlockEvent], None]:
-        """Yields the changes of every update, at least one and possibly empty. Raises the engine's errors."""
-        async with aclosing(self.generation.updates()) as updates:
-            async for _ in updates:
-                update = self.advance()
-                yield [] if update is None else update.events
 
     def _events(self, delta: Delta) -> Iterator[BlockEvent]:
         is_last = delta.finish_reason is not None

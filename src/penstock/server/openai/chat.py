@@ -37,10 +37,12 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """Answers a conversation, `n` times."""
     service = service_of(request)
     names = generation.name_request(request, body, "chatcmpl")
-    reported = reported_stream(service, request, body, names.answer_id)
-    chat = await start_chat(service, request, body, names.engine_id)
+    # Each of several completions begins with what is known of the prompt, which a continued request does not compute.
+    can_report = (body.n or 1) == 1 or body.prompt_logprobs is None
+    reported = reported_stream(service, request, body, names.answer_id) if can_report else None
+    chat = await start_chat(service, request, body, names.engine_id, reported)
     head = generation.answer_head(service, names.answer_id, chat.model, reported)
-    answer = _Answer(service, body, chat, head, is_reported=reported is not None)
+    answer = _Answer(service, body, chat, head)
     return await generation.respond(
         request, chat.generation, answer, names.header, is_stream=bool(body.stream), reported=reported
     )
@@ -49,11 +51,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 class _Answer:
     """Writes one request's answer, complete or streamed."""
 
-    def __init__(
-        self, service: Service, body: ChatCompletionRequest, chat: Chat, head: dict[str, Any], *, is_reported: bool
-    ) -> None:
+    def __init__(self, service: Service, body: ChatCompletionRequest, chat: Chat, head: dict[str, Any]) -> None:
         self._body = body
-        self._is_reported = is_reported
         self._generation = chat.generation
         self._completions = [AnswerBlocks(chat, number) for number in range(len(chat.generation.outputs[0].outputs))]
         self._tokenizer = service.llm.get_tokenizer()
@@ -87,7 +86,7 @@ class _Answer:
         for completion in self._completions:
             completion.skip_given()
         head, options = {**self._head, "object": "chat.completion.chunk"}, self._body.stream_options
-        return generation.stream_chunks(self._generation, head, options, self._news, is_reported=self._is_reported)
+        return generation.stream_chunks(self._generation, head, options, self._news)
 
     def _news(self, number: int) -> News:
         """Yields the choices that have changed, each with the fields of its chunk about the prompt."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.frontend.input_processor import Prompt
-from penstock.messages.outputs import FinishReason, RequestOutput
+from penstock.messages.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server.openai import generation, logprobs, prompts
 from penstock.server.openai.generation import Cursor, Delta, Generation, News
@@ -31,10 +31,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     tokenizing = prompts.tokenizing_of(body, service, params.max_tokens, adds_by_default=True)
     encoded = await prompts.encode_prompts(service, given, tokenizing)
     names = generation.name_request(request, body, "cmpl")
-    reported = reported_stream(service, request, body, names.answer_id) if len(given) == 1 else None
-    started = await generation.start(service, request, names.engine_id, encoded, params, body)
+    can_report = len(given) == 1 and not (params.n > 1 and params.prompt_logprobs is not None)
+    reported = reported_stream(service, request, body, names.answer_id) if can_report else None
+    started = await generation.start(service, request, names.engine_id, encoded, params, body, reported)
     head = generation.answer_head(service, names.answer_id, model, reported)
-    answer = _Answer(service, body, started, head, is_reported=reported is not None)
+    answer = _Answer(service, body, started, head)
     is_stream = bool(body.stream)
     return await generation.respond(request, started, answer, names.header, is_stream=is_stream, reported=reported)
 
@@ -76,20 +77,11 @@ def _max_tokens(body: CompletionRequest) -> int | None:
 class _Answer:
     """Writes one request's answer, complete or streamed. Choice p * n + i is completion i of prompt p."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        started: Generation,
-        head: dict[str, Any],
-        *,
-        is_reported: bool,
-    ) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, started: Generation, head: dict[str, Any]) -> None:
         self._service = service
         self._body = body
         self._generation = started
         self._head = {**head, "object": "text_completion"}
-        self._is_reported = is_reported
         self._is_prompt_only = _max_tokens(body) == 0
         self._prompt_texts: dict[int, str] = {}
 
@@ -98,13 +90,13 @@ class _Answer:
             self._choice(number, output, delta)
             for number, output in enumerate(self._generation.outputs)
             for completion in output.outputs
-            if (delta := self._cursor().advance(completion)) is not None
+            if (delta := self._cursor(completion).advance(completion)) is not None
         ]
         fields = self._generation.transfer_fields
         return {**self._head, "choices": choices, "usage": self._usage(), **fields}
 
     def stream(self) -> AsyncGenerator[bytes, None]:
-        cursors = [[self._cursor() for _ in output.outputs] for output in self._generation.outputs]
+        cursors = [[self._cursor(each) for each in output.outputs] for output in self._generation.outputs]
         for output, of_prompt in zip(self._generation.outputs, cursors, strict=True):
             for cursor, completion in zip(of_prompt, output.outputs, strict=True):
                 cursor.skip_given(completion)
@@ -117,13 +109,12 @@ class _Answer:
                     yield self._choice(number, output, delta), {}
 
         options = self._body.stream_options
-        return generation.stream_chunks(
-            self._generation, self._head, options, news, self._usage, is_reported=self._is_reported
-        )
+        return generation.stream_chunks(self._generation, self._head, options, news, self._usage)
 
-    def _cursor(self) -> Cursor:
-        given = self._body.output_token_ids if self._body.logprobs is not None else None
-        return Cursor(sum(len(self._service.llm.get_tokenizer().decode_token(each)) for each in given or ()))
+    def _cursor(self, completion: CompletionOutput) -> Cursor:
+        """Begins after the tokens that the request gave, the lengths of which only log probabilities need."""
+        given = completion.token_ids[: completion.num_given_tokens] if self._body.logprobs is not None else ()
+        return Cursor(sum(len(self._service.llm.get_tokenizer().decode_token(each)) for each in given))
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from penstock.server.openai.generation import Generation
 from penstock.server.openai.prompts import AS_WRITTEN, Tokenizing
 from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
 from penstock.server.openai.reasoning import ReasoningFormat, Start
+from penstock.server.openai.tool_calls.parser import MakeId, random_id
 from penstock.server.openai.tool_use import AnswerReader, ToolUse
 from penstock.server.service import Service
 from penstock.utils.errors import RequestError
+from penstock.utils.stream_reports import StreamName
 
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
@@ -26,7 +29,8 @@ _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt", "co
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation whose answer is being generated. `start` is the state from which its reasoning is separated;
-    `prefix` is the beginning of the answer that the prompt already contains.
+    `prefix` is the beginning of the answer that the prompt already contains; the ids of calls are made by `make_id`
+    from the numbers of the completion and of the call.
     """
 
     model: str
@@ -35,10 +39,12 @@ class Chat:
     reasoning: ReasoningFormat
     start: Start
     prefix: str
+    make_id: MakeId
 
-    def reader(self) -> AnswerReader:
-        """Reads one completion."""
-        return self.tools.reader(self.reasoning.reader(self.start), self.prefix)
+    def reader(self, number: int) -> AnswerReader:
+        """Reads completion `number`."""
+        make_id = functools.partial(self.make_id, number)
+        return self.tools.reader(self.reasoning.reader(self.start), self.prefix, make_id)
 
 
 async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[ToolUse, list[int]]:
@@ -48,7 +54,13 @@ async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[To
     return tools, await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
 
 
-async def start_chat(service: Service, request: Request, body: ChatCompletionRequest, request_id: str) -> Chat:
+async def start_chat(
+    service: Service,
+    request: Request,
+    body: ChatCompletionRequest,
+    request_id: str,
+    reported: StreamName | None = None,
+) -> Chat:
     """Renders the conversation and hands it to the engine. Raises RequestError."""
     model = service.admit(body.model)
     tools, prompt = await render_chat(service, body)
@@ -60,9 +72,10 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     if prefix:
         prompt += tokenizer.encode(prefix, add_special_tokens=False)
     params = _sampling_params(body, service, tools, start)
-    started = await generation.start(service, request, request_id, [prompt], params, body)
+    started = await generation.start(service, request, request_id, [prompt], params, body, reported)
     separated_from = Start.OVER if body.separate_reasoning is False else start
-    return Chat(model, started, tools, service.reasoning, separated_from, prefix)
+    make_id = random_id if reported is None else reported.make_id
+    return Chat(model, started, tools, service.reasoning, separated_from, prefix, make_id)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -21,15 +22,16 @@ from penstock.server import limits
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import formats
 from penstock.server.openai.protocol import EngineRequestBody, GenerationRequest, StreamOptions, Usage
+from penstock.server.openai.reported_streams import TokenReports
 from penstock.server.service import Service
 from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, client_request_id, event, unless_disconnected
 from penstock.utils.errors import EngineDeadError, PenstockError, RequestError
-from penstock.utils.stream_reports import STREAM_HEADER, ReportKind, StreamName, header_value, report_line
+from penstock.utils.stream_reports import STREAM_HEADER, StreamName, header_value
 
 _CONVERTED = ("logit_bias", "structured_outputs")
 _SAMPLING_FIELDS = [
     field.name
-    for field in fields(SamplingParams)
+    for field in dataclasses.fields(SamplingParams)
     if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED
 ]
 _MAX_RANK_DIGITS = 9
@@ -81,6 +83,7 @@ class Cursor:
 
     def skip_given(self, completion: CompletionOutput) -> str:
         """Moves to the end of the output that the request continues; returns its text. A stream begins there."""
+        self._is_finished = completion.finished
         self._num_tokens, self._num_characters = completion.num_given_tokens, completion.num_given_characters
         return completion.text[: self._num_characters]
 
@@ -108,9 +111,10 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One HTTP request's prompts in the engine, in order; its creator closes it."""
+    """One HTTP request's prompts in the engine, in order; its creator closes it. `reports` are for a router."""
 
     streams: tuple[RequestStream, ...]
+    reports: TokenReports = dataclasses.field(default_factory=TokenReports)
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -147,6 +151,21 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def stream(self, news: Callable[[int], Iterable[bytes]]) -> AsyncGenerator[bytes, None]:
+        """Yields the events of all that is new, with their reports. `news` takes the number of a prompt whose output
+        has changed, and returns its events. Raises the engine's errors.
+        """
+        try:
+            async with aclosing(self.updates()) as updates:
+                async for number in updates:
+                    # All at once: the output may have changed by the time that an event has been sent.
+                    if data := self.reports.mark(list(news(number))):
+                        yield data
+        except EngineDeadError:
+            if self.reports:
+                yield self.reports.DEATH
+            raise
 
     def close(self) -> None:
         """Aborts unfinished requests. Idempotent."""
@@ -203,8 +222,11 @@ async def start(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     body: GenerationRequest,
+    reported: StreamName | None = None,
 ) -> Generation:
     """Submits all prompts to the engine or none: if one is refused, the previous ones are aborted."""
+    if reported is not None and params.seed is None:
+        params = replace(params, seed=reported.seed)
     if len(prompts) * params.n > limits.MAX_COMPLETIONS:
         raise RequestError(
             f"{len(prompts)} prompts times n={params.n} exceed {limits.MAX_COMPLETIONS} completions", "n"
@@ -215,6 +237,8 @@ async def start(
             "request per prompt",
             "prompt",
         )
+    if body.finished_choices and not body.stream:
+        raise RequestError("an answer with finished_choices must be streamed: it omits them", "finished_choices")
     if body.output_token_ids and len(prompts) > 1:
         raise RequestError(
             f"there must be one prompt with output_token_ids, got {len(prompts)}: send one request per prompt", "prompt"
@@ -230,7 +254,12 @@ async def start(
             name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
             with formats.naming_the_field(body):
                 stream = await service.llm.submit(
-                    {**fields, "cache_salt": salt, "output_token_ids": body.output_token_ids},
+                    {
+                        **fields,
+                        "cache_salt": salt,
+                        "output_token_ids": body.output_token_ids,
+                        "finished_choices": body.finished_choices,
+                    },
                     params,
                     name,
                     priority=body.priority or 0,
@@ -242,7 +271,9 @@ async def start(
     except BaseException:
         Generation(tuple(streams)).close()
         raise
-    return Generation(tuple(streams))
+    if reported is None:
+        return Generation(tuple(streams))
+    return Generation(tuple(streams), TokenReports(streams[0].output.outputs))
 
 
 def data_parallel_rank(request: Request) -> int | None:
@@ -308,53 +339,29 @@ async def stream_chunks(
     options: StreamOptions | None,
     news: Callable[[int], News],
     usage: Callable[[], Mapping[str, Any]] | None = None,
-    *,
-    is_reported: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """Streams the chunks of a completion or chat completion, each `head` with one choice. `news` takes the number of
-    the prompt whose output has changed; `usage` defaults to the generation's. The only completion may be reported.
+    the prompt whose output has changed; `usage` defaults to the generation's.
     """
     usage = usage or started.usage
     shows_usage = options is not None and bool(options.include_usage)
     counts = options is not None and bool(options.continuous_usage_stats)
-    reports = _Reports(started.outputs[0].outputs[0]) if is_reported else None
-    try:
-        async with aclosing(started.updates()) as updates:
-            async for number in updates:
-                report = b"" if reports is None else reports.next()
-                for choice, fields in news(number):
-                    chunk = {**head, "choices": [choice], **fields}
-                    if choice["finish_reason"] is not None:
-                        chunk |= started.transfer_fields
-                    if shows_usage:
-                        chunk["usage"] = usage() if counts else None
-                    yield report + event(chunk)
-                    report = b""
-                if report:
-                    yield report + b"\n"
-    except EngineDeadError:
-        if is_reported:
-            yield report_line(ReportKind.DIED) + b"\n"
-        raise
+
+    def events(number: int) -> Iterator[bytes]:
+        for choice, fields in news(number):
+            chunk = {**head, "choices": [choice], **fields}
+            if choice["finish_reason"] is not None:
+                chunk |= started.transfer_fields
+            if shows_usage:
+                chunk["usage"] = usage() if counts else None
+            yield event(chunk)
+
+    async with aclosing(started.stream(events)) as streamed:
+        async for data in streamed:
+            yield data
     if shows_usage:
         yield event({**head, "choices": [], "usage": usage()})
     yield DONE
-
-
-class _Reports:
-    """The reports of one completion's tokens, those that the request gave excepted."""
-
-    def __init__(self, completion: CompletionOutput) -> None:
-        self._completion = completion
-        self._num_reported = completion.num_given_tokens
-
-    def next(self) -> bytes:
-        """Returns the report of what is new; b"" if nothing is."""
-        start, self._num_reported = self._num_reported, len(self._completion.token_ids)
-        if self._num_reported == start and not self._completion.finished:
-            return b""
-        kind = ReportKind.LAST if self._completion.finished else ReportKind.TOKENS
-        return report_line(kind, self._completion.token_ids[start:])
 
 
 class Answer(Protocol):

@@ -147,7 +147,12 @@ class GenerationRequest(EngineRequestBody):
     kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    output_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    output_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+        | None
+    ) = None
+    finished_choices: Annotated[list[Count], Field(fail_fast=True)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 
@@ -175,6 +180,7 @@ class PassedOnFields(RequestBody):
     cache_salt: Any = None
     structured_outputs: Any = None
     num_speculative_tokens: Any = None
+    output_token_ids: Any = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -8,7 +8,7 @@ from penstock.server import limits
 from penstock.server.openai.answer_parts import Part, Reasoning, Text, ToolCallDelta
 from penstock.server.openai.protocol import ChatCompletionRequest, Tool, ToolChoice
 from penstock.server.openai.reasoning import ReasoningReader
-from penstock.server.openai.tool_calls.parser import ToolCallParser
+from penstock.server.openai.tool_calls.parser import MakeId, ToolCallParser, random_id
 from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
 from penstock.utils.errors import RequestError
 
@@ -68,9 +68,9 @@ class ToolUse:
             return self._format.strict_grammar(schemas, several=self._allows_several)
         return None
 
-    def reader(self, reasoning: ReasoningReader, prefix: str) -> AnswerReader:
+    def reader(self, reasoning: ReasoningReader, prefix: str, make_id: MakeId = random_id) -> AnswerReader:
         """Returns a reader of one completion whose beginning, `prefix`, is already in the prompt."""
-        parser = None if self._format is None else self._format.parser(self._schemas())
+        parser = None if self._format is None else self._format.parser(self._schemas(), make_id)
         return AnswerReader(reasoning, parser, prefix, self._allows_several)
 
     @staticmethod

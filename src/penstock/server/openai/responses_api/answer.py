@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -14,6 +13,7 @@ from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import ResponseStore, StoredResponse
 from penstock.server.sse import typed_event, with_errors
 from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.utils.stream_reports import StreamName
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 # For each kind of block, the name of its events and the field of the last event that holds the text.
@@ -39,35 +39,41 @@ class Keeper:
 
 
 class ResponseAnswer:
-    """Writes one response."""
+    """Writes one response. The ids of its items are made from `name`, so that all who write it make the same."""
 
     def __init__(
-        self, body: ResponsesRequest, chat: Chat, tokenizer: Tokenizer, head: dict[str, Any], keeper: Keeper
+        self, body: ResponsesRequest, chat: Chat, tokenizer: Tokenizer, name: StreamName, keeper: Keeper
     ) -> None:
         self._blocks = AnswerBlocks(chat)
         self._tokenizer = tokenizer
-        self._head = {**head, "object": "response", "model": chat.model, **_echo(body)}
+        head = {"id": name.id, "created_at": name.created, "object": "response"}
+        self._head = {**head, "model": chat.model, **_echo(body)}
         self._keeper = keeper
-        self._item_ids: list[str] = []
-        self._num_events = 0
+        self._name = name
+        self._num_events = name.num_events
 
     def whole(self) -> dict[str, Any]:
         self._blocks.advance()
         return self._finish()
 
     def stream(self) -> AsyncGenerator[bytes, None]:
+        self._blocks.skip_given()
         return with_errors(self._events(), self._failed)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        begun = {**self._response("in_progress"), "output": []}
-        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
-        async with aclosing(self._blocks.stream()) as updates:
-            async for update in updates:
-                for each in update:
-                    for data in self._block_events(each):
-                        yield data
+        if not self._blocks.completion.num_given_tokens:
+            begun = {**self._response("in_progress"), "output": []}
+            yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        async with aclosing(self._blocks.generation.stream(self._news)) as streamed:
+            async for data in streamed:
+                yield data
         response = self._finish()
         yield self._event(f"response.{response['status']}", response=response)
+
+    def _news(self, _: int) -> Iterator[bytes]:
+        update = self._blocks.advance()
+        for each in () if update is None else update.events:
+            yield from self._block_events(each)
 
     def _block_events(self, event: BlockEvent) -> Iterator[bytes]:
         block = event.block
@@ -151,10 +157,7 @@ class ResponseAnswer:
         return {**item, "type": "message", "role": "assistant", "content": content}
 
     def _item_id(self, block: Block) -> str:
-        while len(self._item_ids) <= block.index:
-            kind = self._blocks.blocks[len(self._item_ids)].kind
-            self._item_ids.append(f"{_PREFIXES[kind]}_{secrets.token_hex(16)}")
-        return self._item_ids[block.index]
+        return f"{_PREFIXES[block.kind]}_{self._name.make_id('item', block.index)}"
 
     def _usage(self) -> dict[str, Any]:
         usage = self._blocks.generation.usage()

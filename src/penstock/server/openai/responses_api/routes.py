@@ -12,12 +12,14 @@ from penstock.server.errors import JSONResponse, NotFoundError
 from penstock.server.openai import generation
 from penstock.server.openai.conversation import start_chat
 from penstock.server.openai.protocol import COMPLETION_RESPONSES, ERRORS
+from penstock.server.openai.reported_streams import reported_stream
 from penstock.server.openai.responses_api.answer import Keeper, ResponseAnswer
 from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import StoredResponse
 from penstock.server.openai.responses_api.translate import FIELD_NAMES, to_chat, to_messages
 from penstock.server.openai.translation import naming_fields
 from penstock.server.service import service_of
+from penstock.utils.stream_reports import StreamName
 
 router = APIRouter()
 
@@ -29,12 +31,16 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     before = [] if body.previous_response_id is None else _stored(request, body.previous_response_id).messages
     messages = [*before, *to_messages(body.input)]
     request_id = f"resp_{secrets.token_hex(16)}"
+    chat_body = to_chat(body, messages)
+    reported = reported_stream(service, request, chat_body, request_id)
     with naming_fields(FIELD_NAMES):
-        chat = await start_chat(service, request, to_chat(body, messages), request_id)
-    head = {"id": request_id, "created_at": int(service.clock.wall())}
+        chat = await start_chat(service, request, chat_body, request_id, reported)
+    name = reported or StreamName("", request_id, int(service.clock.wall()))
     keeper = Keeper(None if body.store is False else service.stored_responses, _owner(request), messages)
-    answer = ResponseAnswer(body, chat, service.llm.get_tokenizer(), head, keeper)
-    return await generation.respond(request, chat.generation, answer, request_id, is_stream=bool(body.stream))
+    answer = ResponseAnswer(body, chat, service.llm.get_tokenizer(), name, keeper)
+    return await generation.respond(
+        request, chat.generation, answer, request_id, is_stream=bool(body.stream), reported=reported
+    )
 
 
 @router.get("/v1/responses/{response_id}", responses=ERRORS)

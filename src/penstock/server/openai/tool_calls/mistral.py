@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Mapping
 
 from penstock.server.openai.tool_calls.json_call import JsonCallParser, read_until_closed
@@ -69,7 +68,7 @@ class MistralParser(TaggedParser, JsonCallParser):
         return (call_id if _ID.fullmatch(call_id) else None), (yield)
 
     def _make_id(self) -> str:
-        return secrets.token_hex(_ID_CHARACTERS)[:_ID_CHARACTERS]
+        return self._id_of(self.num_calls)[:_ID_CHARACTERS]
 
 
 class MistralFormat(ToolCallFormat):

@@ -29,6 +29,13 @@ Scan = Generator[None, str, _T]
 Emit = Callable[[str], object]
 Tools = Mapping[str, Mapping[str, Any]]
 """The functions that are offered: name -> JSON schema of the arguments."""
+MakeId = Callable[..., str]
+"""Returns 32 hexadecimal digits that are unique to numbers within an answer."""
+_ID_CHARACTERS = 24
+
+
+def random_id(*_: object) -> str:
+    return secrets.token_hex(16)
 
 
 class Malformed(Exception):  # noqa: N818
@@ -46,8 +53,9 @@ class ToolCallParser(ABC):
 
     SEPARATORS: ClassVar[str] = WHITESPACE
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Tools, make_id: MakeId) -> None:
         self.num_calls = 0
+        self._id_of = make_id
         self._ids: set[str] = set()
         self._tools = tools
         self._held: list[str] = []  # characters not yet known to be content or part of a call
@@ -144,7 +152,7 @@ class ToolCallParser(ABC):
         return char
 
     def _make_id(self) -> str:
-        return f"call_{secrets.token_hex(12)}"
+        return f"call_{self._id_of(self.num_calls)[:_ID_CHARACTERS]}"
 
 
 class TaggedParser(ToolCallParser):

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from penstock.server.openai.tool_calls.parser import ToolCallParser, Tools
+from penstock.server.openai.tool_calls.parser import MakeId, ToolCallParser, Tools, random_id
 from penstock.tokenizer.tokenizer import AddedToken
 
 
@@ -37,9 +37,11 @@ class ToolCallFormat(ABC):
         """Whether a tag is a special token, which is visible only in text that shows special tokens."""
         return any(token.is_special for token in self._tokens.values())
 
-    def parser(self, tools: Tools) -> ToolCallParser:
-        """Returns a parser for one completion in which only these functions can be called."""
-        return self.PARSER(tools)
+    def parser(self, tools: Tools, make_id: MakeId = random_id) -> ToolCallParser:
+        """Returns a parser for one completion in which only these functions can be called. `make_id` takes the number
+        of a call.
+        """
+        return self.PARSER(tools, make_id)
 
     @abstractmethod
     def forced_prefix(self, function: str | None) -> str:
