@@ -92,6 +92,57 @@ def _lose_report(original: Original, self: Any, part: bytes, is_last: bool) -> b
     return passed
 
 
+# ---- Where prompts are computed ----
+
+
+def _compare_reversed(original: Original, self: Any, *args: Any) -> bool:
+    is_sooner = original(self, *args)
+    alone, divided = (self.estimates.get(name, 0.0) for name in ("decode", "prefill"))
+    return not is_sooner if alone and divided else is_sooner
+
+
+def _by_prefill_rate(original: Original, self: Any, member: Any, now: float) -> Any:
+    """The rate of one instance for all."""
+    return original(self, next(iter(self)), now)
+
+
+def _load_for_nothing(original: Original, self: Any, lease: Any, num_tokens: int, since: float, now: float) -> None:
+    original(self, lease, num_tokens, now, now)
+
+
+ROUTING_BUGS = (
+    bug(
+        "a rate of a bad moment is kept for ever",
+        "routing_of_halves",
+        changes("router.rates:Rate.is_known", lambda original, self, now: self._measured_at > 0.0),
+    ),
+    bug(
+        "prompts are computed on the wrong side",
+        "routing_of_halves",
+        changes("router.costs:CostModel.is_sooner_alone", _compare_reversed),
+    ),
+    bug(
+        "the speed of the prefill instance counts for all",
+        "routing_of_halves",
+        changes("router.pool:Pool.rate_of_prompts", _by_prefill_rate),
+    ),
+    bug("loads take no time", "routing_of_halves", changes("router.pool:Pool.measure_load", _load_for_nothing)),
+    bug(
+        "a sibling that keeps others waiting is asked again",
+        "routing_with_siblings",
+        skips("router.dispatcher:Dispatcher._measure_share"),
+    ),
+    bug(
+        "the rest of a prompt counts as loaded",
+        "routing_with_siblings",
+        changes(
+            "router.pool:Pool.measure_load",
+            lambda original, self, lease, num_tokens, since, now: original(self, lease, num_tokens * 100, since, now),
+        ),
+    ),
+)
+
+
 def _count_as_prompt(original: Original, data: Any, slot: int) -> Any:
     row = original(data, slot)
     return msgspec.structs.replace(row, num_prompt_tokens=row.num_prompt_tokens + len(data.output_token_ids))

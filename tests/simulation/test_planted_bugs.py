@@ -6,14 +6,14 @@ import pytest
 
 from penstock.simulation.scenarios import replay_line, run_scenario
 from tests.simulation.patches import Bug
-from tests.simulation.planted import BUGS
+from tests.simulation.planted import BUGS, ROUTING_BUGS
 from tests.simulation.planted_pd import PD_BUGS
 
 MAX_SEEDS = 60
 
 
 @pytest.mark.spread(12)
-@pytest.mark.parametrize("bug", [*BUGS, *PD_BUGS], ids=lambda bug: bug.name.replace(" ", "_"))
+@pytest.mark.parametrize("bug", [*BUGS, *PD_BUGS, *ROUTING_BUGS], ids=lambda bug: bug.name.replace(" ", "_"))
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     for patch in bug.patches:
         patch.apply(monkeypatch)

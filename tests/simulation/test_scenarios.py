@@ -28,6 +28,8 @@ HAPPENS = {
     "tenants": {"loaded_tokens"},
     "adapters": {"loaded_tokens", "prefix_hit_tokens"},
     "migrated_streams": {"crashes", "continued", "loaded_tokens", "prefix_hit_tokens"},
+    "routing_of_halves": {"decode", "prefill", "changes", "good", "learning"},
+    "routing_with_siblings": {"sibling", "whole", "changes", "good", "learning"},
     "id_reuse": {"aborts", "loaded_tokens"},
     "shared_store": {"loaded_tokens", "num_promoted"},
     "shared_store_with_drafts": {"loaded_tokens", "accepted_drafts", "num_promoted"},

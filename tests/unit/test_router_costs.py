@@ -207,8 +207,12 @@ def test_an_instance_with_room_loads_the_beginning_from_one_that_has_it() -> Non
     assert found.num_prompt_tokens == 200
     router.prefill_ends(each, 2.1, is_done=True)
     router.answer_goes_on(each, 2.5)
-    # 0.2 s are those of the rest.
-    assert found.loads.seconds(640) == pytest.approx(0.3, rel=0.01)
+    # 0.2 s of the 0.4 s since then are those of the rest.
+    assert found.loads.seconds(640) == pytest.approx(0.2, rel=0.01)
+    assert plan.prefill.url == "s0"
+    source = router.pool.get("s0")
+    assert source is not None
+    assert source.shares.seconds(640) == pytest.approx(0.1, rel=0.01)
     assert not found.prompts.is_known(2.5)
     router.end(each)
     router.check_integrity()
@@ -247,6 +251,33 @@ def test_a_sibling_that_fails_is_left_out() -> None:
     assert isinstance(decision, Plan)
     assert (decision.target.url, decision.computing) == ("s1", Computing.WHOLE)
     router.check_integrity()
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_sibling_that_keeps_others_waiting_is_left_out_for_a_minute(has_failed: bool) -> None:
+    router, each = loaded(s0=800)
+    assert plan_of(router, each, 2).computing is Computing.SIBLING
+    if has_failed:
+        router.failed(each, "s0", "it has not answered within 5 seconds", 7)
+    else:
+        router.prefill_ends(each, 7, is_done=True)
+    router.end(each)
+    again = request(1000, s0=800)
+    assert plan_of(router, again, 8).computing is Computing.WHOLE
+    router.end(again)
+    assert answer(router, request(1000), 66, first=1.0) is Computing.WHOLE, "so that a rate is known"
+    assert plan_of(router, request(1000, s0=800), 68).computing is Computing.SIBLING, "it may no longer be busy"
+    router.check_integrity()
+
+
+def test_a_sibling_is_not_asked_while_it_has_prompts_to_compute() -> None:
+    router, each = loaded(s0=800)
+    busy = request(3000, s0=2000)
+    assert plan_of(router, busy, 2).target.url == "s0"
+    assert plan_of(router, each, 2).computing is Computing.WHOLE, "its 1000 tokens come first"
+    router.end(each)
+    router.end(busy)
+    assert plan_of(router, request(1000, s0=800), 2).computing is Computing.SIBLING
 
 
 TOKENS = list(range(100))

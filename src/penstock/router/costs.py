@@ -6,6 +6,7 @@ requests and for this one, and the tokens whose KV is loaded from another instan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -47,20 +48,35 @@ class CostModel:
 
     def sibling(self, prompt: Prompt, target: Member, others: Iterable[Member], now: float) -> Member | None:
         """Returns the instance from which the target should load the beginning of the prompt; None if it should compute
-        that itself. The first loads are tried without having been measured.
+        that itself. The first loads are tried without having been measured. Of several, the one with which the first
+        token is expected soonest.
         """
-        if not target.shares_kv:
+        rate = self._pool.rate_of_prompts(target, now) if target.shares_kv else None
+        if rate is None:
             return None
-        able = [each for each in others if each.shares_kv and each.models == target.models]
-        source = min(able, key=lambda each: (prompt.num_missing(each.url), each.load), default=None)
-        rate = self._pool.rate_of_prompts(target, now)
-        if source is None or rate is None:
+        queued, missing = target.num_prompt_tokens, prompt.num_missing(target.url)
+        alone = rate.seconds(queued + missing)
+        best: tuple[float, float, int, Member] | None = None
+        for source in others:
+            num_shared = missing - prompt.num_missing(source.url)
+            if source.shares_kv and source.models == target.models and num_shared >= _LEAST_SHARED:
+                rest = rate.seconds(queued + missing - num_shared)
+                load = self._seconds_until_shared(source, num_shared, now)
+                load += target.loads.seconds(num_shared) if target.loads.is_known(now) else 0.0
+                best = min(best or (math.inf, 0.0, 0, source), (rest + load, load, source.load, source), key=_by_time)
+        if best is None:
             return None
-        num_shared = prompt.num_missing(target.url) - prompt.num_missing(source.url)
-        if num_shared < _LEAST_SHARED:
-            return None
-        missing = target.num_prompt_tokens + prompt.num_missing(target.url)
-        alone, rest = rate.seconds(missing), rate.seconds(missing - num_shared)
-        load = target.loads.seconds(num_shared) if target.loads.is_known(now) else 0.0
-        self.estimates.update(whole=alone, sibling=rest + load)
-        return source if load * _MARGIN < alone - rest else None
+        together, load, _, source = best
+        self.estimates.update(whole=alone, sibling=together)
+        return source if load * _MARGIN < alone - (together - load) else None
+
+    def _seconds_until_shared(self, source: Member, num_tokens: int, now: float) -> float:
+        """Returns when the source offers tokens that it has: as was measured, but not before its earlier prompts."""
+        measured = source.shares.seconds(num_tokens) if source.shares.is_known(now) else 0.0
+        rate = self._pool.rate_of_prompts(source, now) if source.num_prompt_tokens else None
+        return measured if rate is None else max(measured, rate.seconds(source.num_prompt_tokens))
+
+
+def _by_time(way: tuple[float, float, int, Member]) -> tuple[float, int]:
+    seconds, _, load, _ = way
+    return seconds, load

@@ -26,7 +26,8 @@ class Member:
     of an answer; `is_suspect`: it has stalled since, and gets one request at a time. `last_chosen` orders instances
     with the same load. `models` are the names of the models that it reports, none if it reports none; `shares_kv`:
     other instances can load KV from it, and it from them. `prompts` measures the prompts that it computes, one after
-    the other, the last of which ended at `computed_at`; `loads` the KV that it loads from another instance.
+    the other, the last of which ended at `computed_at`; `loads` the KV that it loads from another instance, and
+    `shares` how long others wait until it offers them KV, or has failed to.
     """
 
     instance: Instance
@@ -46,6 +47,7 @@ class Member:
     computed_at: float = 0.0
     prompts: Rate = field(default_factory=Rate)
     loads: Rate = field(default_factory=Rate)
+    shares: Rate = field(default_factory=Rate)
 
     @property
     def url(self) -> str:

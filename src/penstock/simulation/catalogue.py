@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.simulation.oracle import RECURRENT
+from penstock.simulation.routing import RoutingSetup
 from penstock.simulation.setup import Disaggregation, Setup
 
-Draw = Callable[[random.Random], Setup]
+Draw = Callable[[random.Random], Setup | RoutingSetup]
 
 
 @dataclass(frozen=True, slots=True)

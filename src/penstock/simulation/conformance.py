@@ -18,6 +18,7 @@ from penstock.kv_transfer.transports.base import DataTransport, PeerId, Transfer
 from penstock.simulation.backing import Backing, BackingContext
 from penstock.simulation.checked import CheckedBacking
 from penstock.simulation.scenarios import SCENARIOS
+from penstock.simulation.setup import Setup
 from penstock.simulation.world import World
 from penstock.utils.errors import PeerError
 
@@ -62,6 +63,7 @@ def check_connector(
         for seed in range(num_seeds):
             rng = random.Random(f"{name} {seed}")
             setup = SCENARIOS[name].draw(rng)
+            assert isinstance(setup, Setup), f"{name} has no connector"
             if same_split:
                 setup = setup.with_one_split()
             result = World(

@@ -26,6 +26,7 @@ from penstock.simulation.catalogue import (
 )
 from penstock.simulation.pd_scenarios import PD_SCENARIOS
 from penstock.simulation.pipeline_scenarios import PIPELINE_SCENARIOS
+from penstock.simulation.routing import RoutingSetup, RoutingWorld
 from penstock.simulation.setup import Setup
 from penstock.simulation.world import RunResult, World
 
@@ -37,7 +38,8 @@ def run_scenario(name: str, seed: int) -> RunResult:
     """Runs the world of this scenario and seed to its end."""
     rng = random.Random(f"{name} {seed}")
     setup = SCENARIOS[name].draw(rng)
-    return World(setup, f"{name} {seed} world").run()
+    world = RoutingWorld if isinstance(setup, RoutingSetup) else World
+    return world(setup, f"{name} {seed} world").run()
 
 
 def replay_line(name: str, seed: int) -> str:
@@ -369,6 +371,27 @@ def _everything(rng: random.Random) -> Setup:
     rates = {"drop": 0.05, "lost_completion": 0.05, "die": 0.1, "corrupt": 0.1, "late": 0.2, "repeated": 0.2}
     setup = faulty(setup, slow=0.4, max_delay=0.2, crash=0.005, disk_loss=0.005, **rates)
     return replace(setup, sync_share=rng.choice([0.0, 0.3]), disk_chunks=rng.choice([4, 64]))
+
+
+def _routing(rng: random.Random, *, has_halves: bool) -> RoutingSetup:
+    return RoutingSetup(
+        has_halves=has_halves,
+        num_instances=rng.choice([2, 3]),
+        num_requests=500,
+        pause=rng.choice([0.1, 1.0, 3.0]),
+        max_tokens=rng.choice([300, 3000]),
+        num_changes=rng.choice([0, 1, 3]),
+    )
+
+
+@_scenario("routing_of_halves", "where a router lets prompts be computed, of instances whose speeds change")
+def _routing_halves(rng: random.Random) -> RoutingSetup:
+    return _routing(rng, has_halves=True)
+
+
+@_scenario("routing_with_siblings", "when a router lets a prompt's beginning be loaded from an instance that has it")
+def _routing_siblings(rng: random.Random) -> RoutingSetup:
+    return _routing(rng, has_halves=False)
 
 
 SCENARIOS.update(PIPELINE_SCENARIOS)
