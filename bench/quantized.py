@@ -21,12 +21,15 @@ from penstock.kernels.quantized import E2M1, E4M3, QuantizedWeight, integers, si
 
 # Qwen3-0.6B: qkv, gate and up, down; Qwen3-4B: the same.
 SHAPES = "1024x4096,1024x6144,3072x1024,2560x6144,2560x19456,9728x2560"
-# Bits, codebook, inputs of a group (0 for all), the type of the scales, and whether there are zeros and minima.
+# Bits, codebook, inputs of a group (0 for all), the type of the scales (int8: with a float16 factor for 256 inputs),
+# and whether there are zeros and minima.
 KINDS = {
     "int4": (4, integers(4, 8), 128, torch.float16, False, False),
     "awq": (4, integers(4), 128, torch.float16, True, False),
     "q4_0": (4, integers(4, 8), 32, torch.float16, False, False),
-    "q4_k": (4, integers(4), 32, torch.float32, False, True),
+    "q4_k": (4, integers(4), 32, torch.int8, False, True),
+    "q5_k": (5, integers(5), 32, torch.int8, False, True),
+    "q6_k": (6, integers(6, 32), 16, torch.int8, False, False),
     "mxfp4": (4, E2M1, 32, torch.bfloat16, False, False),
     "int8": (8, signed_integers(8), 0, torch.float32, False, False),
     "q8_0": (8, signed_integers(8), 32, torch.float16, False, False),
@@ -42,6 +45,19 @@ def make(kind: str, rows: int, inputs: int) -> QuantizedWeight:
     codes = torch.randint(0, 2**bits, (rows, inputs), dtype=torch.uint8)
     if codebook is E4M3:
         codes = torch.where(codes % 128 == 127, 0, codes)
+    if dtype == torch.int8:
+        blocks = 1 + has_minima, rows, -(-inputs // 256)
+        numbers = [torch.randint(0, 64, shape, dtype=dtype) for _ in range(blocks[0])]
+        return QuantizedWeight(
+            codes,
+            codebook,
+            numbers[0],
+            group,
+            bits,
+            minima=numbers[1] if has_minima else None,
+            factors=(torch.rand(blocks) * inputs**-0.5 / 512).half(),
+            factor_groups=256 // group,
+        )
     return QuantizedWeight(
         codes,
         codebook,

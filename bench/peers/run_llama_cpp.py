@@ -15,10 +15,10 @@ from pathlib import Path
 import gguf
 import llama_cpp
 import numpy as np
+from gguf_mixes import MIXES, quantized
 from workload import OUTPUT, batch_sizes, measure
 
 MOST_REQUESTS, MOST_ROWS = 32, 2048
-MIXES = {"q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 ARCHITECTURES = {
     "qwen3": "qwen3",
@@ -220,15 +220,6 @@ class Checkpoint:
         self._matrix("ffn_down_exps.weight", self.num_experts, self.hidden, inner)
         if config.get("n_shared_experts"):
             self._dense("_shexp", inner * config["n_shared_experts"])
-
-
-def quantized(source: Path, file: Path) -> None:
-    """Writes a file in the mix that its name says."""
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = MIXES[file.stem]
-    parameters.nthread = 2
-    status = llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), parameters)
-    assert status == 0, status
 
 
 class Engine:

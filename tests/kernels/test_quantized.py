@@ -45,6 +45,12 @@ KINDS: dict[str, tuple[torch.Tensor, int, torch.dtype, bool, bool]] = {
     "minima by factors": (integers(4), 4, torch.int8, False, True),
     "int8 by factors": (signed_integers(8), 8, torch.int8, False, False),
     "int8 with minima by factors": (signed_integers(8), 8, torch.int8, False, True),
+    "int5": (integers(5, 16), 5, torch.float16, False, False),
+    "int5 with minima": (integers(5), 5, torch.float16, False, True),
+    "int5 with minima by factors": (integers(5), 5, torch.int8, False, True),
+    "int5 with wide scales": (integers(5), 5, torch.float32, False, True),
+    "int6 by factors": (integers(6, 32), 6, torch.int8, False, False),
+    "any6": (torch.linspace(-1, 1, 64) ** 3, 6, torch.float32, False, False),
 }
 FACTOR_GROUPS = 3
 
@@ -168,6 +174,24 @@ def test_a_number_that_rounds_to_the_least_normal_one_is_kept(isa: str) -> None:
     assert weight.dequantize().eq(2.0**-126).all()
     x = torch.full((1, 32), 2.0**120).bfloat16()
     assert pack(isa, weight)(x).eq(0.5).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_zeros_that_are_no_integers_are_subtracted_first(isa: str) -> None:
+    """15 less this zero is rounded to 15, and 495 to 496; fused with the product it would be 494."""
+    scales, zeros = torch.full((32, 1), 33.0).half(), torch.full((32, 1), 2.0**-21).half()
+    weight = QuantizedWeight(torch.full((32, 32), 15, dtype=torch.uint8), integers(4), scales, 32, 4, zeros)
+    found = pack(isa, weight)(torch.eye(32)[:1].bfloat16())
+    assert found.unique().tolist() == weight.dequantize().unique().tolist() == [496]
+
+
+def test_five_and_six_bits_take_no_more() -> None:
+    """Beside their scales and factors: 512 inputs of 32 rows."""
+    for kind, bits, numbers in (("int5", 5, 16 / 32), ("int6 by factors", 6, 8 / 32 + 16 / 96)):
+        format = PackedFormat.of(make(kind, 32, 512, 32))
+        for isa in SETS:
+            packed = PackedWeights(native.library_for(isa), 1, 32, 480, torch.bfloat16, format=format)
+            assert packed.packed.numel() == 32 * 480 * (bits + numbers) / 8
 
 
 def test_scales_that_fit_16_bits_take_16_bits() -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
-from penstock.kernels.quantized import E4M3, QuantizedWeight, dense, quantize_rows, signed_integers
+from penstock.kernels.quantized import E4M3, QuantizedWeight, dense, integers, quantize_rows, signed_integers
 
 # Output features of a panel of packed weights.
 PANEL = 32
@@ -105,6 +105,8 @@ class _Kind(IntEnum):
     FLOATS = 2
     TABLE = 3
     SUMS = 4
+    FIVES = 5
+    SIXES = 6
 
 
 class QuantizationDescriptor(ctypes.Structure):
@@ -118,6 +120,7 @@ class QuantizationDescriptor(ctypes.Structure):
         ("has_minima", ctypes.c_int64),
         ("has_tiny", ctypes.c_int64),
         ("factor_groups", ctypes.c_int64),
+        ("is_exact", ctypes.c_int64),
         ("codebook", ctypes.c_float * 256),
     )
 
@@ -163,6 +166,8 @@ class PackedFormat:
         has_zeros, has_minima = example.zeros is not None or self.shift != 0, example.minima is not None
         code = DTYPE_CODES.get(self.number_type, 0)
         made = QuantizationDescriptor(self.kind, example.group, code, has_zeros, has_minima, 0, example.factor_groups)
+        is_short = self.number_type != torch.float32 and _are_small_integers(example.codebook)
+        made.is_exact = is_short and not (has_zeros and has_minima)
         made.codebook[: len(example.codebook)] = example.codebook.tolist()
         return made
 
@@ -189,11 +194,21 @@ class PackedFormat:
         return narrow
 
 
+def _are_small_integers(codebook: torch.Tensor) -> bool:
+    """Whether products with scales of 16 bits, or of 8 bits times a factor, fit the 24 bits of a float32."""
+    return bool(codebook.abs().max() < 64 and torch.equal(codebook, codebook.round()))
+
+
 def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
     """Returns the kind that the kernels have for a weight, and what is subtracted from its integers."""
     codebook = weight.codebook
     if weight.bits == 4:
         return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
+    if weight.bits in (5, 6) and weight.zeros is None and (weight.minima is None or codebook[0] == 0):
+        # The kernels fuse what is exact.
+        is_exact = weight.scales.dtype != torch.float32 and _are_small_integers(codebook)
+        if is_exact and torch.equal(codebook, integers(weight.bits, int(-codebook[0]))):
+            return (_Kind.FIVES if weight.bits == _Kind.FIVES else _Kind.SIXES), 0
     is_e4m3 = torch.equal(codebook.nan_to_num(), E4M3.nan_to_num())
     if is_e4m3 and weight.zeros is None and (weight.scales.abs() < _LARGEST_SCALE).all():
         return _Kind.FLOATS, 0
@@ -242,8 +257,8 @@ class PackedWeights:
         self._format = format if dtype == torch.bfloat16 else None
         self._quantization = None if self._format is None else self._format.descriptor()
         if self._quantization is not None and allocate is not aligned_bytes:
-            # Other ranks may bring weights with tiny values there.
-            self._quantization.has_tiny = 1
+            # Other ranks may bring weights with tiny values there, or zeros that are no integers.
+            self._quantization.has_tiny, self._quantization.is_exact = 1, 0
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0, self.quantization)
         self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
         self.packed = allocate(count * self._bytes)
@@ -272,6 +287,7 @@ class PackedWeights:
                 raise ValueError("a weight that is not quantized cannot be packed with some that are")
             codes, numbers = self._format.stored(weight)
             self._quantization.has_tiny |= weight.has_tiny_values()
+            self._quantization.is_exact &= weight.zeros is None or torch.equal(weight.zeros, weight.zeros.round())
             pack = self._native.function("linear_pack_quantized", "pppppn")
             addresses = [each if each is None else each.data_ptr() for each in numbers]
             pack(ctypes.addressof(descriptor), codes.data_ptr(), *addresses, num_threads())

@@ -15,6 +15,7 @@ import torch
 
 # Groups are multiples of it, but for a group of all inputs.
 GROUP_STEP = 16
+CODE_BITS = (4, 5, 6, 8)
 # Numbers that are dequantised at a time, since the intermediate results take several times the memory of the codes.
 _CHUNK = 1 << 22
 # Sums and products of multiples of it are far from the least normal number.
@@ -40,7 +41,7 @@ def signed_integers(bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight [rows, inputs] in codes of 4 or 8 bits; input k belongs to group g = k // group.
+    """A weight [rows, inputs] in codes of 4, 5, 6 or 8 bits; input k belongs to group g = k // group.
 
         value[row, k] = bfloat16((codebook[codes[row, k]] - zeros[row, g]) * scales[row, g] - minima[row, g])
 
@@ -70,7 +71,7 @@ class QuantizedWeight:
     factor_groups: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8) or self.codebook.shape != (2**self.bits,) or self.codebook.dtype != torch.float32:
+        if self.bits not in CODE_BITS or self.codebook.shape != (2**self.bits,) or self.codebook.dtype != torch.float32:
             raise ValueError(f"codes of {self.bits} bits with a codebook of {list(self.codebook.shape)}")
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
             raise ValueError(f"codes are [rows, inputs] uint8, not {list(self.codes.shape)} {self.codes.dtype}")
@@ -88,8 +89,8 @@ class QuantizedWeight:
                 raise ValueError(f"{name} must be finite")
         self._check_factors()
         is_number = self.codebook.isfinite()
-        if self.bits == 4 and self.codes.numel() and self.codes.amax() > 15:
-            raise ValueError(f"code {self.codes.amax().item()} does not fit 4 bits")
+        if self.bits < 8 and self.codes.numel() and self.codes.amax() >= 2**self.bits:
+            raise ValueError(f"code {self.codes.amax().item()} does not fit {self.bits} bits")
         if not is_number.all() and not is_number.to(self.codes.device)[self.codes.int()].all():
             raise ValueError("a code stands for no number")
         if self.quantizes_inputs and (

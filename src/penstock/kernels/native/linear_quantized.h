@@ -21,6 +21,16 @@ enum QuantizedKind : int64_t {
     kFloats = 2,    // 8 bits, E4M3
     kTable = 3,     // 8 bits that number an entry of the codebook
     kSums = 4,      // 8 bits, in two's complement, of a layer that quantizes its inputs (linear_integers.h)
+    kFives = 5,     // 5 bits: integers from the first entry of the codebook on
+    kSixes = 6,     // 6 bits: the same
+};
+
+// How a value is made of its code.
+enum Form {
+    kScaled = 0,  // the code times the scale
+    // One fused operation, where the product of scale and code is exact: kFives, kSixes, or `is_exact` with zeros or minima.
+    kFused = 1,
+    kAffine = 2,  // code - zero, times the scale, less the minimum, each rounded
 };
 
 struct Quantization {
@@ -31,10 +41,16 @@ struct Quantization {
     int64_t has_minima;
     int64_t has_tiny;      // whether a value may be less than the least normal number before it is rounded
     int64_t factor_groups;  // how many groups of 8-bit scales and minima share a float16 factor; 0: there are none
+    int64_t is_exact;       // whether zeros are integers, and products of codes and scales need no rounding
     float codebook[256];
 };
 
 constexpr int64_t kUnit = 16;  // inputs
+
+// Codes of at most 6 bits have their low four in one part of a unit, and the others in the part that follows it.
+constexpr int code_bits(int64_t kind) { return kind == kNibbles ? 4 : kind == kFives ? 5 : kind == kSixes ? 6 : 8; }
+constexpr int64_t unit_bytes_of(int64_t kind) { return kUnit * kPanel * code_bits(kind) / 8; }
+constexpr int64_t kNibbleBytes = unit_bytes_of(kNibbles);
 
 // Where the numbers of a group are, and their factors.
 struct GroupNumbers {
@@ -53,10 +69,8 @@ struct QuantizedPanel {
           factor_groups(quantization.factor_groups) {
         array_bytes = kPanel * number_bytes(quantization);
         header_bytes = array_bytes * (1 + (quantization.has_zeros != 0) + (quantization.has_minima != 0));
-        // Words of nibbles are loaded from multiples of 64.
-        if (quantization.kind == kNibbles) header_bytes = round_up(header_bytes, 64);
         factor_bytes = factor_groups ? kPanel * 2 * (1 + (quantization.has_minima != 0)) : 0;
-        unit_bytes = kUnit * kPanel / (quantization.kind == kNibbles ? 2 : 1);
+        unit_bytes = unit_bytes_of(quantization.kind);
     }
     static int64_t number_bytes(const Quantization& quantization) {
         return quantization.factor_groups ? 1 : quantization.number_type == kFloat32 ? 4 : 2;
@@ -95,13 +109,17 @@ struct Constant {
     static constexpr int value = kNumber;
 };
 
-// Calls action(kind, is_affine) for all kinds but kSums; `is_affine` is whether there are zeros or minima.
+// Calls action(kind, form) for all kinds but kSums.
 template <class Action>
 void with_kind(const Quantization& quantization, const Action& action) {
     const bool is_affine = quantization.has_zeros || quantization.has_minima;
-#define KIND(kind) is_affine ? action(Constant<kind>{}, Constant<1>{}) : action(Constant<kind>{}, Constant<0>{})
+#define KIND(kind) is_affine ? action(Constant<kind>{}, Constant<kAffine>{}) : action(Constant<kind>{}, Constant<kScaled>{})
     switch (quantization.kind) {
-        case kNibbles: return KIND(kNibbles);
+        case kNibbles:
+            if (is_affine && quantization.is_exact) return action(Constant<kNibbles>{}, Constant<kFused>{});
+            return KIND(kNibbles);
+        case kFives: return action(Constant<kFives>{}, Constant<kFused>{});
+        case kSixes: return action(Constant<kSixes>{}, Constant<kFused>{});
         case kIntegers: return KIND(kIntegers);
         case kFloats: return KIND(kFloats);
         default: return KIND(kTable);
@@ -122,6 +140,16 @@ struct Codebook {
 
 inline Words load_words(const char* from) { return _mm512_loadu_si512(from); }
 inline Words next_nibbles(Words words) { return _mm512_srli_epi32(words, 4); }
+inline Words load_half_words(const char* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+// The number whose low four bits are those of a word, and the next `count` those from bit `at` on of another.
+inline Vector joined(Words low, Words high, int at, int count) {
+    high = at < 4 ? _mm512_slli_epi32(high, 4 - at) : _mm512_srli_epi32(high, at - 4);
+    // Of three bits, the first where the third is set, and else the second.
+    const Words code = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi32(15), 0xe4);
+    return _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32((16 << count) - 1)));
+}
 // Of the lowest four bits of each word; the instruction ignores the others.
 inline Vector look_up(const Codebook& codebook, Words words) { return _mm512_permutexvar_ps(words, codebook.values); }
 inline Vector from_integers(const char* codes) {
@@ -163,6 +191,15 @@ struct Codebook {
 
 inline Words load_words(const char* from) { return _mm256_loadu_si256((const __m256i*)from); }
 inline Words next_nibbles(Words words) { return _mm256_srli_epi32(words, 4); }
+inline Words load_half_words(const char* from) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+inline Vector joined(Words low, Words high, int at, int count) {
+    high = at < 4 ? _mm256_slli_epi32(high, 4 - at) : _mm256_srli_epi32(high, at - 4);
+    low = _mm256_and_si256(low, _mm256_set1_epi32(15));
+    high = _mm256_and_si256(high, _mm256_set1_epi32((16 << count) - 16));
+    return _mm256_cvtepi32_ps(_mm256_or_si256(low, high));
+}
 // The instructions ignore the bits above the third, which the blend takes as a sign.
 inline Vector look_up(const Codebook& codebook, Words words) {
     const __m256 low = _mm256_permutevar8x32_ps(codebook.low, words);
@@ -211,6 +248,16 @@ inline Words load_words(const char* from) {
     return words;
 }
 inline Words next_nibbles(Words words) { return words >> 4; }
+inline Words load_half_words(const char* from) {
+    uint16_t halves[kLanes];
+    memcpy(halves, from, sizeof halves);
+    return Words{halves[0], halves[1], halves[2], halves[3]};
+}
+inline Vector joined(Words low, Words high, int at, int count) {
+    high = at < 4 ? high << (4 - at) : high >> (at - 4);
+    const Words code = (low & 15) | (high & ((16 << count) - 16));
+    return Vector{float(code[0]), float(code[1]), float(code[2]), float(code[3])};
+}
 inline Vector look_up(const Codebook& codebook, Words words) {
     return Vector{codebook.values[words[0] & 15], codebook.values[words[1] & 15], codebook.values[words[2] & 15],
                   codebook.values[words[3] & 15]};
@@ -259,37 +306,45 @@ inline Vector multiplied(const char* integers, const char* factors, int64_t at) 
     return times(from_integers(integers + at), load_numbers(factors, kFloat16, at));
 }
 
-// The numbers of kCount columns of a group.
-template <int kKind, bool kAffine>
+// The numbers of kLanes columns of a group.
+template <int kKind, int kForm>
 struct Numbers {
-    Vector scale, zero, minimum;
+    Vector scale, zero, minimum;  // with kFused, `minimum` is what is added
 
     static inline __attribute__((always_inline)) Numbers load(const Quantization& quantization,
                                                               const QuantizedPanel& panel, const GroupNumbers& group,
                                                               int64_t at) {
         const int64_t type = quantization.number_type;
+        const char* header = group.numbers;
+        Numbers numbers{};
         if (panel.factor_groups) {
             // The products are exact: a factor has 11 bits.
-            Numbers numbers{multiplied(group.numbers, group.factors, at), Vector{}, Vector{}};
-            if constexpr (kAffine)
+            numbers.scale = multiplied(header, group.factors, at);
+            if constexpr (kForm != kScaled)
                 if (quantization.has_minima)
-                    numbers.minimum = multiplied(group.numbers + panel.array_bytes, group.factors + 2 * kPanel, at);
-            return numbers;
+                    numbers.minimum = multiplied(header + panel.array_bytes, group.factors + 2 * kPanel, at);
+        } else {
+            numbers.scale = load_numbers(header, type, at);
+            if constexpr (kKind == kFloats) numbers.scale = times(numbers.scale, spread(kFloatsFactor));
+            if constexpr (kForm != kScaled) {
+                if (quantization.has_zeros) numbers.zero = load_numbers(header + panel.array_bytes, type, at);
+                if (quantization.has_minima)
+                    numbers.minimum =
+                        load_numbers(header + (1 + (quantization.has_zeros != 0)) * panel.array_bytes, type, at);
+            }
         }
-        const char* header = group.numbers;
-        Numbers numbers{load_numbers(header, type, at), Vector{}, Vector{}};
-        if constexpr (kKind == kFloats) numbers.scale = times(numbers.scale, spread(kFloatsFactor));
-        if constexpr (kAffine) {
-            if (quantization.has_zeros) numbers.zero = load_numbers(header + panel.array_bytes, type, at);
-            if (quantization.has_minima)
-                numbers.minimum = load_numbers(header + (1 + (quantization.has_zeros != 0)) * panel.array_bytes, type, at);
+        if constexpr (kForm == kFused) {
+            if (kKind == kFives || kKind == kSixes) numbers.zero = spread(-quantization.codebook[0]);
+            if (!quantization.has_minima) numbers.minimum = times(numbers.zero, numbers.scale);
+            numbers.minimum = minus(Vector{}, numbers.minimum);
         }
         return numbers;
     }
     inline __attribute__((always_inline)) Vector value(Vector code) const {
-        if constexpr (kAffine) code = minus(code, zero);
+        if constexpr (kForm == kFused) return multiply_add(code, scale, minimum);
+        if constexpr (kForm == kAffine) code = minus(code, zero);
         code = times(code, scale);
-        if constexpr (kAffine) code = minus(code, minimum);
+        if constexpr (kForm == kAffine) code = minus(code, minimum);
         return code;
     }
 };
@@ -314,30 +369,43 @@ inline void put_input(Matrices, char* panel, int64_t input, int64_t column, Vect
 }
 #endif
 
-// Units for kernels that take vectors of columns: 4 bits are [2][32 columns] words, of 8 inputs each, and 8 bits are
-// [16][32 columns].
+// Units for kernels that take vectors of columns: 4 bits are [2][32 columns] words, of 8 inputs each, one or two bits more
+// [32 columns] half words or words, of 16 inputs each, and 8 bits are [16][32 columns].
 template <class Dense>
 struct ColumnUnits {
-    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, bool is_nibble) {
-        if (is_nibble)
-            reinterpret_cast<uint32_t*>(unit)[input / 8 * kPanel + column] |= code << input % 8 * 4;
-        else
+    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, int bits) {
+        if (bits == 8) {
             unit[input * kPanel + column] = static_cast<char>(code);
+            return;
+        }
+        reinterpret_cast<uint32_t*>(unit)[input / 8 * kPanel + column] |= (code & 15) << input % 8 * 4;
+        char* more = unit + kNibbleBytes;
+        if (bits == 5) reinterpret_cast<uint16_t*>(more)[column] |= static_cast<uint16_t>(code >> 4 << input);
+        if (bits == 6) reinterpret_cast<uint32_t*>(more)[column] |= code >> 4 << input * 2;
     }
 
     static constexpr int kVectors = kPanel / kLanes;
 
     // Calls take(input, vector of columns, values) for every input of a unit.
-    template <int kKind, bool kAffine, class Take>
+    template <int kKind, int kForm, class Take>
     static inline __attribute__((always_inline)) void each_input(const Quantization& quantization,
                                                                  const Codebook& codebook,
-                                                                 const Numbers<kKind, kAffine>& numbers,
+                                                                 const Numbers<kKind, kForm>& numbers,
                                                                  const char* unit, int part, const Take& take) {
-        if constexpr (kKind == kNibbles) {
+        constexpr int kMore = code_bits(kKind) - 4;
+        if constexpr (kMore < 4) {
+            Words more{};
+            if constexpr (kMore == 1) more = load_half_words(unit + kNibbleBytes + part * kLanes * 2);
+            if constexpr (kMore == 2) more = load_words(unit + kNibbleBytes + part * kLanes * 4);
             for (int half = 0; half < 2; ++half) {
                 Words words = load_words(unit + (half * kPanel + part * kLanes) * 4);
-                for (int input = 0; input < 8; ++input, words = next_nibbles(words))
-                    take(half * 8 + input, numbers.value(look_up(codebook, words)));
+                for (int input = 0; input < 8; ++input, words = next_nibbles(words)) {
+                    const int number = half * 8 + input;
+                    if constexpr (kMore)
+                        take(number, numbers.value(joined(words, more, number * kMore, kMore)));
+                    else
+                        take(number, numbers.value(look_up(codebook, words)));
+                }
             }
         } else {
             for (int input = 0; input < kUnit; ++input)
@@ -345,16 +413,16 @@ struct ColumnUnits {
         }
     }
 
-    template <int kKind, bool kAffine, bool kTiny>
+    template <int kKind, int kForm, bool kTiny>
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
         const Codebook codebook(quantization.codebook);
         int64_t first = 0;
         panel.each_group(weight, inputs, [&](const GroupNumbers& header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
-                const auto numbers = Numbers<kKind, kAffine>::load(quantization, panel, header, part * kLanes);
+                const auto numbers = Numbers<kKind, kForm>::load(quantization, panel, header, part * kLanes);
                 for (int64_t unit = 0; unit < count; ++unit)
-                    each_input<kKind, kAffine>(
+                    each_input<kKind, kForm>(
                         quantization, codebook, numbers, units + unit * panel.unit_bytes, part,
                         [&](int input, Vector value) {
                             put_input(Dense(), out, first + unit * kUnit + input, part * kLanes, rounded(value));
@@ -368,7 +436,7 @@ struct ColumnUnits {
 
     static constexpr int kPanelsOfOneRow = 1;
 
-    template <class Base, int kPanels, int kCount, int kKind, bool kAffine>
+    template <class Base, int kPanels, int kCount, int kKind, int kForm>
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>* tiles) {
         const Tile<typename Base::Element>& tile = *tiles;
@@ -381,10 +449,10 @@ struct ColumnUnits {
         const float* x = reinterpret_cast<const float*>(tile.x);
         panel.each_group(tile.weight, {0, panel.k}, [&](const GroupNumbers& header, const char* units, int64_t count) {
             for (int first = 0; first < kVectors; first += kTogether) {
-                Numbers<kKind, kAffine> numbers[kTogether];
+                Numbers<kKind, kForm> numbers[kTogether];
                 Vector sums[kTogether][kCount];
                 for (int part = 0; part < kTogether; ++part) {
-                    numbers[part] = Numbers<kKind, kAffine>::load(quantization, panel, header, (first + part) * kLanes);
+                    numbers[part] = Numbers<kKind, kForm>::load(quantization, panel, header, (first + part) * kLanes);
                     for (int row = 0; row < kCount; ++row) sums[part][row] = all[row][first + part];
                 }
                 for (int64_t unit = 0; unit < count; ++unit) {
@@ -395,7 +463,7 @@ struct ColumnUnits {
                             __builtin_prefetch(codes + tile.prefetch.step + byte, 0, 2);
 #pragma GCC unroll 2
                     for (int part = 0; part < kTogether; ++part)
-                        each_input<kKind, kAffine>(
+                        each_input<kKind, kForm>(
                             quantization, codebook, numbers[part], codes, first + part, [&](int input, Vector value) {
                                 const Vector weights = rounded(value);
                                 for (int row = 0; row < kCount; ++row)
@@ -418,55 +486,84 @@ struct ColumnUnits {
 
 // Units for Pairs, whose vectors are of 8 columns with two inputs each: 8 bits are [8 pairs][32 columns][2], and 4 bits
 // are [2][2 halves of the columns][8 columns][2 inputs][2] half words, of which the last are for a column and the eighth
-// after it, with the codes of 4 pairs each. So one look-up gives the values of two vectors, in the halves of words.
+// after it, with the codes of 4 pairs each. So one look-up gives the values of two vectors, in the halves of words. Two
+// bits more are [2 halves of the columns] half words in the same order, with the codes of 8 pairs each, and one bit more
+// is the first byte of a half word for the first half of the columns, and the second for the other.
 struct PairUnits {
-    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, bool is_nibble) {
-        const int64_t pair = input / 2, own = column % 8 * 2 + input % 2;
-        if (is_nibble)
-            reinterpret_cast<uint16_t*>(unit)[pair / 4 * 64 + column / 16 * 32 + own * 2 + column % 16 / 8] |=
-                static_cast<uint16_t>(code << pair % 4 * 4);
-        else
+    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, int bits) {
+        const int64_t pair = input / 2, half = column / 16, lane = (column % 8 * 2 + input % 2) * 2 + column % 16 / 8;
+        if (bits == 8) {
             unit[pair * 2 * kPanel + column * 2 + input % 2] = static_cast<char>(code);
+            return;
+        }
+        const auto half_words = reinterpret_cast<uint16_t*>(unit), more = half_words + kNibbleBytes / 2;
+        half_words[pair / 4 * 64 + half * 32 + lane] |= static_cast<uint16_t>((code & 15) << pair % 4 * 4);
+        if (bits == 5) more[lane] |= static_cast<uint16_t>(code >> 4 << (half * 8 + pair));
+        if (bits == 6) more[half * 32 + lane] |= static_cast<uint16_t>(code >> 4 << pair * 2);
     }
 
-    // The entries of the codebook in bfloat16, which has all of them, twice: the highest bit that the look-up takes is
-    // that of the next code.
-    static inline __m512i load_codebook(const float* codebook) {
+    // What a code is before it is scaled, in bfloat16, which has all of these numbers: the entries of the codebook, twice,
+    // since the highest bit that a look-up takes is that of the next code; or 0 to 63.
+    struct Table {
+        __m512i first, second;
+    };
+    static inline __m512i integers_from(float first) {
+        const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 from = _mm512_add_ps(low, _mm512_set1_ps(first));
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_add_ps(from, _mm512_set1_ps(16)), from);
+    }
+    template <int kKind>
+    static inline Table load_table(const float* codebook) {
+        if constexpr (kKind == kFives || kKind == kSixes) return {integers_from(0), integers_from(32)};
         const __m256i once = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(codebook));
-        return _mm512_broadcast_i64x4(once);
+        return {_mm512_broadcast_i64x4(once), __m512i{}};
+    }
+    // The bits from `at` on in the place of those above the fourth.
+    template <int kKind>
+    static inline __attribute__((always_inline)) __m512i look_up(const Table& table, __m512i codes, __m512i more, int at) {
+        if constexpr (kKind == kNibbles) return _mm512_permutexvar_epi16(codes, table.first);
+        more = at < 4 ? _mm512_slli_epi16(more, 4 - at) : _mm512_srli_epi16(more, at - 4);
+        // Of three bits, the first where the third is set, and else the second.
+        codes = _mm512_ternarylogic_epi32(codes, more, _mm512_set1_epi16(15), 0xe4);
+        if constexpr (kKind == kFives) return _mm512_permutexvar_epi16(codes, table.first);
+        return _mm512_permutex2var_epi16(table.first, codes, table.second);
     }
 
     static constexpr int kVectors = 4;
 
     // Numbers of 8 columns, each twice.
-    template <int kKind, bool kAffine>
+    template <int kKind, int kForm>
     static inline __attribute__((always_inline)) void load_group(const Quantization& quantization,
                                                                  const QuantizedPanel& panel, const GroupNumbers& header,
-                                                                 Numbers<kKind, kAffine> (&numbers)[kVectors]) {
+                                                                 Numbers<kKind, kForm> (&numbers)[kVectors]) {
         const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
         const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
         for (int half = 0; half < 2; ++half) {
-            const auto both = Numbers<kKind, kAffine>::load(quantization, panel, header, half * 16);
+            const auto both = Numbers<kKind, kForm>::load(quantization, panel, header, half * 16);
             for (int vector = 0; vector < 2; ++vector) {
                 const __m512i order = vector ? high : low;
                 auto& own = numbers[half * 2 + vector];
                 own.scale = _mm512_permutexvar_ps(order, both.scale);
-                if constexpr (kAffine) {
-                    own.zero = _mm512_permutexvar_ps(order, both.zero);
-                    own.minimum = _mm512_permutexvar_ps(order, both.minimum);
-                }
+                if constexpr (kForm == kAffine) own.zero = _mm512_permutexvar_ps(order, both.zero);
+                if constexpr (kForm != kScaled) own.minimum = _mm512_permutexvar_ps(order, both.minimum);
             }
         }
     }
 
     // Calls take(pair, panel, values of 4 vectors) for every pair of inputs of a unit in one or more panels, which are
     // `distance` bytes apart.
-    template <int kPanels, int kKind, bool kAffine, class Take>
+    template <int kPanels, int kKind, int kForm, class Take>
     static inline __attribute__((always_inline)) void each_pair(
-        const Quantization& quantization, __m512i codebook, const Numbers<kKind, kAffine> (&numbers)[kPanels][kVectors],
+        const Quantization& quantization, const Table& table, const Numbers<kKind, kForm> (&numbers)[kPanels][kVectors],
         const char* units, int64_t distance, const Take& take) {
         const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-        __m512i words[kPanels][2];
+        __m512i words[kPanels][2], more[kPanels][2];
+        constexpr int kMore = code_bits(kKind) - 4;
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const char* from = units + panel * distance + kNibbleBytes;
+            more[panel][0] = more[panel][1] = kMore == 1 || kMore == 2 ? _mm512_loadu_si512(from) : __m512i{};
+            if constexpr (kMore == 2) more[panel][1] = _mm512_loadu_si512(from + 64);
+        }
 #pragma GCC unroll 8
         for (int pair = 0; pair < 8; ++pair) {
 #pragma GCC unroll 2
@@ -476,11 +573,12 @@ struct PairUnits {
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
                     Vector left, right;
-                    if constexpr (kKind == kNibbles) {
+                    if constexpr (kMore < 4) {
                         __m512i& codes = words[panel][half];
-                        codes = pair % 4 == 0 ? _mm512_load_si512(unit + pair / 4 * 128 + half * 64)
+                        codes = pair % 4 == 0 ? _mm512_loadu_si512(unit + pair / 4 * 128 + half * 64)
                                               : _mm512_srli_epi16(codes, 4);
-                        const __m512i both = _mm512_permutexvar_epi16(codes, codebook);
+                        const int at = kMore == 1 ? half * 8 + pair : pair * 2;
+                        const __m512i both = look_up<kKind>(table, codes, more[panel][half], at);
                         left = (Vector)_mm512_slli_epi32(both, 16);
                         right = (Vector)_mm512_and_si512(both, upper);
                     } else {
@@ -503,17 +601,17 @@ struct PairUnits {
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
 
-    template <int kKind, bool kAffine, bool kTiny>
+    template <int kKind, int kForm, bool kTiny>
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
-        const __m512i codebook = load_codebook(quantization.codebook);
+        const Table table = load_table<kKind>(quantization.codebook);
         int64_t input = 0;
         panel.each_group(weight, inputs, [&](const GroupNumbers& header, const char* units, int64_t count) {
-            Numbers<kKind, kAffine> numbers[1][kVectors];
+            Numbers<kKind, kForm> numbers[1][kVectors];
             load_group(quantization, panel, header, numbers[0]);
             for (int64_t unit = 0; unit < count; ++unit, input += kUnit, units += panel.unit_bytes) {
                 char* to = out + input / 32 * 2048 + input % 32 / 2 * 64;
-                each_pair(quantization, codebook, numbers, units, 0,
+                each_pair(quantization, table, numbers, units, 0,
                           [&](int pair, int, const Vector (&values)[kVectors]) {
                               _mm512_store_si512(to + pair * 64, narrow<kTiny>(values[0], values[1]));
                               _mm512_store_si512(to + 1024 + pair * 64, narrow<kTiny>(values[2], values[3]));
@@ -535,25 +633,29 @@ struct PairUnits {
     // A processor that takes long for a sum has two panels' to work on.
     static constexpr int kPanelsOfOneRow = 2;
 
-    template <class Base, int kPanels, int kCount, int kKind, bool kAffine>
+    template <class Base, int kPanels, int kCount, int kKind, int kForm>
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>* tiles) {
-        const __m512i codebook = load_codebook(quantization.codebook);
+        const Table table = load_table<kKind>(quantization.codebook);
         const int64_t distance = panel.bytes();
         __m512 low[kPanels][kCount], high[kPanels][kCount];
         for (int number = 0; number < kPanels; ++number)
             for (int row = 0; row < kCount; ++row) low[number][row] = high[number][row] = _mm512_setzero_ps();
         const int32_t* x = reinterpret_cast<const int32_t*>(tiles->x);
         panel.each_group(tiles->weight, {0, panel.k}, [&](const GroupNumbers& header, const char* units, int64_t count) {
-            Numbers<kKind, kAffine> numbers[kPanels][kVectors];
-            for (int number = 0; number < kPanels; ++number)
+            Numbers<kKind, kForm> numbers[kPanels][kVectors];
+            for (int number = 0; number < kPanels; ++number) {
                 load_group(quantization, panel, header + number * distance, numbers[number]);
+                __builtin_prefetch(header.numbers + number * distance + tiles->prefetch.step, 0, 2);
+            }
             for (int64_t unit = 0; unit < count; ++unit, units += panel.unit_bytes, x += 8 * kCount) {
                 const char* ahead = units + tiles->prefetch.step;
-                each_pair(quantization, codebook, numbers, units, distance,
+                each_pair(quantization, table, numbers, units, distance,
                           [&](int pair, int number, const Vector (&values)[kVectors]) {
-                              if (kKind != kNibbles || pair % 2 == 0)
-                                  __builtin_prefetch(ahead + number * distance + pair * (kKind == kNibbles ? 32 : 64), 0, 2);
+                              constexpr int kLines = unit_bytes_of(kKind) / 64;
+                              const int line = pair * kLines / 8;
+                              if ((pair + 1) * kLines / 8 > line)
+                                  __builtin_prefetch(ahead + number * distance + line * 64, 0, 2);
                               const __m512bh left = (__m512bh)narrow<false>(values[0], values[1]);
                               const __m512bh right = (__m512bh)narrow<false>(values[2], values[3]);
                               for (int row = 0; row < kCount; ++row) {
@@ -591,7 +693,7 @@ struct Quantized : Base {
                            char* weight, int64_t columns, int64_t k) {
         const QuantizedPanel panel(quantization, k);
         const int64_t size = panel.array_bytes / kPanel, kinds = panel.factor_bytes / kPanel / 2;
-        const bool is_nibble = quantization.kind == kNibbles;
+        const int bits = code_bits(quantization.kind);
         memset(weight, 0, panel.bytes());
         for (int64_t group = 0; group < panel.groups; ++group) {
             if (panel.factor_groups && group % panel.factor_groups == 0) {
@@ -614,7 +716,7 @@ struct Quantized : Base {
                 const int64_t first = group * panel.group + unit * kUnit;
                 for (int64_t column = 0; column < columns; ++column)
                     for (int64_t input = first; input < smaller(first + kUnit, k); ++input)
-                        Units::store_code(weight, column, input - first, codes[column * k + input], is_nibble);
+                        Units::store_code(weight, column, input - first, codes[column * k + input], bits);
             }
         }
     }
@@ -637,13 +739,13 @@ struct Quantized : Base {
             for (int64_t number = 0; number < count; ++number) tiles[number].rows = x.rows;
             tiles->weight = weight;
             tiles->prefetch.step = follows ? count * panel.bytes() : 0;
-            with_kind(quantization, [&](auto kind, auto is_affine) {
+            with_kind(quantization, [&](auto kind, auto form) {
                 if constexpr (kind.value != kTable && kFewRows) {
                     if (count > 1)
-                        Units::template accumulate<Base, Units::kPanelsOfOneRow, 1, kind.value, is_affine.value>(
+                        Units::template accumulate<Base, Units::kPanelsOfOneRow, 1, kind.value, form.value>(
                             quantization, panel, tiles);
                     else
-                        few_rows<kFewRows, kind.value, is_affine.value>(quantization, panel, tiles);
+                        few_rows<kFewRows, kind.value, form.value>(quantization, panel, tiles);
                 }
             });
             return;
@@ -659,12 +761,12 @@ struct Quantized : Base {
         const int64_t step = follows ? divide_up(panel.bytes() * Base::kStepBytes, tile.k * kPanel * 2) : 0;
         for (int64_t first = 0; first < x.k; first += chunk) {
             const Range inputs{first, smaller(x.k, first + chunk)};
-            with_kind(quantization, [&](auto kind, auto is_affine) {
+            with_kind(quantization, [&](auto kind, auto form) {
+                constexpr int kFormOfTiny = kind.value == kFives || kind.value == kSixes ? kFused : kAffine;
                 if (quantization.has_tiny)
-                    Units::template dequantise<kind.value, true, true>(quantization, panel, weight, inputs, dense);
+                    Units::template dequantise<kind.value, kFormOfTiny, true>(quantization, panel, weight, inputs, dense);
                 else
-                    Units::template dequantise<kind.value, is_affine.value, false>(quantization, panel, weight, inputs,
-                                                                                   dense);
+                    Units::template dequantise<kind.value, form.value, false>(quantization, panel, weight, inputs, dense);
             });
             Units::clear(dense, inputs.end - first);
             tile.k = Base::padded_k(inputs.end - first);
@@ -682,11 +784,11 @@ struct Quantized : Base {
         }
     }
 
-    template <int kCount, int kKind, bool kAffine>
+    template <int kCount, int kKind, int kForm>
     static void few_rows(const Quantization& quantization, const QuantizedPanel& panel, const Tile<Element>* tile) {
         if constexpr (kCount > 1)
-            if (tile->rows < kCount) return few_rows<kCount - 1, kKind, kAffine>(quantization, panel, tile);
-        Units::template accumulate<Base, 1, kCount, kKind, kAffine>(quantization, panel, tile);
+            if (tile->rows < kCount) return few_rows<kCount - 1, kKind, kForm>(quantization, panel, tile);
+        Units::template accumulate<Base, 1, kCount, kKind, kForm>(quantization, panel, tile);
     }
 };
 

@@ -229,15 +229,14 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    """Integers less 16, in two's complement."""
-    codes = (_halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])) - 16
-    return QuantizedWeight(_by_rows(codes, rows), signed_integers(8), _by_rows(_half(blocks, 0), rows), _GROUP, 8)
+    codes = _halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])
+    return QuantizedWeight(_by_rows(codes, rows), integers(5, 16), _by_rows(_half(blocks, 0), rows), _GROUP, 5)
 
 
 def _q5_1(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     codes = _halves(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
     scales, minima = _by_rows(_half(blocks, 0), rows), _by_rows(-_half(blocks, 2), rows)
-    return QuantizedWeight(_by_rows(codes, rows), signed_integers(8), scales, _GROUP, 8, minima=minima)
+    return QuantizedWeight(_by_rows(codes, rows), integers(5), scales, _GROUP, 5, minima=minima)
 
 
 def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
@@ -246,7 +245,7 @@ def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     )
 
 
-def _k_weight(codes: torch.Tensor, codebook: torch.Tensor, bits: int, blocks: torch.Tensor) -> QuantizedWeight:
+def _k_weight(codes: torch.Tensor, bits: int, blocks: torch.Tensor) -> QuantizedWeight:
     """Returns the weight [rows, inputs] of blocks with eight groups.
 
     Scales and minima are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0 to 3 and 4
@@ -258,7 +257,7 @@ def _k_weight(codes: torch.Tensor, codebook: torch.Tensor, bits: int, blocks: to
     minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
     return QuantizedWeight(
         codes,
-        codebook,
+        integers(bits),
         _by_rows(scales, rows).view(torch.int8),
         _GROUP,
         bits,
@@ -270,13 +269,13 @@ def _k_weight(codes: torch.Tensor, codebook: torch.Tensor, bits: int, blocks: to
 
 def _q4_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     codes = _halves(blocks[:, 16:].reshape(-1, 32))
-    return _k_weight(_by_rows(codes, rows), integers(4), 4, blocks)
+    return _k_weight(_by_rows(codes, rows), 4, blocks)
 
 
 def _q5_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     low = _halves(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
     high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    return _k_weight(_by_rows(low | (high << 4), rows), signed_integers(8), 8, blocks)
+    return _k_weight(_by_rows(low | (high << 4), rows), 5, blocks)
 
 
 def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
@@ -287,9 +286,8 @@ def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
     high = (blocks[:, 128:192].reshape(-1, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)) & 3
     scales = _by_rows(blocks[:, 192:208], rows).view(torch.int8)
     factors = _by_rows(_half(blocks, 208), rows)[None]
-    # Less 32, in two's complement.
-    codes = _by_rows((low | (high << 4)) - 32, rows)
-    return QuantizedWeight(codes, signed_integers(8), scales, 16, 8, factors=factors, factor_groups=16)
+    codes = _by_rows(low | (high << 4), rows)
+    return QuantizedWeight(codes, integers(6, 32), scales, 16, 6, factors=factors, factor_groups=16)
 
 
 def _mxfp4(blocks: torch.Tensor, rows: int) -> QuantizedWeight:

@@ -1,0 +1,163 @@
+"""The built-in model's perplexity in Penstock, llama.cpp and transformers, from the same GGUF files.
+
+    PENSTOCK_PYTHON bench/peers/perplexity.py prepare FOLDER --text LICENSE
+    LLAMA_PYTHON bench/peers/perplexity.py llama_cpp FOLDER
+    PENSTOCK_PYTHON bench/peers/perplexity.py penstock FOLDER
+    TRANSFORMERS_PYTHON bench/peers/perplexity.py transformers FOLDER
+
+The first line writes the model in bf16 and the tokens of the text and of additions, the model's own subject; llama.cpp
+writes the other files. transformers computes in float32 with the values that the `gguf` package reads there, rounded
+to bfloat16. Perplexity is as in `bench/quality.py`: of windows of 256 tokens that do not overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+WINDOW, MOST_TOKENS = 256, 8192
+FORMATS = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
+
+LogProbabilities = Callable[[list[int]], list[float]]
+"""Returns the log probability of every token of a window but the first."""
+
+
+def prepare(folder: Path, text: Path) -> None:
+    import gguf
+    from safetensors import safe_open
+
+    from penstock import LLM
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import quality
+
+    llm = LLM("demo", max_model_len=WINDOW)
+    texts = {text.name: text.read_text(encoding="utf-8"), "additions": quality.default_texts()["additions"]}
+    ids = {name: llm.get_tokenizer().encode(each)[:MOST_TOKENS] for name, each in texts.items()}
+    llm.shutdown()
+    (folder / "ids.json").write_text(json.dumps(ids))
+    demo = Path(quality.__file__).parents[1] / "src" / "penstock" / "demo"
+    config = json.loads((demo / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(folder / "bf16.gguf"), "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+    writer.add_token_merges(["t 0"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    with safe_open(demo / "model.safetensors", "pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 - it is no dictionary
+            own = names.get_name(name, try_suffixes=(".weight",))
+            if own is None:
+                continue  # the module that drafts
+            values = stored.get_tensor(name).float().numpy()
+            kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(own, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(file: Path) -> LogProbabilities:
+    import ctypes
+
+    import llama_cpp as library
+    from gguf_mixes import MIXES, quantized
+
+    silent = library.llama_log_callback(lambda *_: None)
+    library.llama_log_set(silent, ctypes.c_void_p())
+    if not file.exists():
+        MIXES.update(q8_0=library.LLAMA_FTYPE_MOSTLY_Q8_0, q4_0=library.LLAMA_FTYPE_MOSTLY_Q4_0)
+        quantized(file.with_name("bf16.gguf"), file)
+    llm = library.Llama(str(file), logits_all=True, n_ctx=WINDOW, n_batch=WINDOW, n_threads=2, verbose=False)
+
+    def run(window: list[int]) -> list[float]:
+        llm.reset()
+        llm.eval(window)
+        logits = np.array(llm.scores[: len(window) - 1], dtype=np.float64)
+        return _of_logits(logits, window)
+
+    return run
+
+
+def penstock(file: Path) -> LogProbabilities:
+    from penstock import LLM, SamplingParams
+
+    llm = LLM(str(file), skip_tokenizer_init=True, max_model_len=WINDOW + 16)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+    def run(window: list[int]) -> list[float]:
+        output = llm.generate([window], params, use_tqdm=False)[0]
+        return [each[token].logprob for token, each in zip(window[1:], output.prompt_logprobs[1:], strict=True)]
+
+    return run
+
+
+def transformers(file: Path) -> LogProbabilities:
+    import gguf
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    demo = Path(__file__).parents[2] / "src" / "penstock" / "demo"
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo), dtype=torch.float32).eval()
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
+    state = {}
+    for name, parameter in model.state_dict().items():
+        tensor = stored[names.get_name("model.embed_tokens.weight" if name == "lm_head.weight" else name, (".weight",))]
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        state[name] = values.bfloat16().float().view_as(parameter)
+    model.load_state_dict(state)
+
+    @torch.inference_mode()
+    def run(window: list[int]) -> list[float]:
+        return _of_logits(model(torch.tensor([window])).logits[0, :-1].double().numpy(), window)
+
+    return run
+
+
+def _of_logits(logits: np.ndarray, window: list[int]) -> list[float]:
+    logits = logits - logits.max(1, keepdims=True)
+    chosen = logits[np.arange(len(logits)), window[1:]]
+    return (chosen - np.log(np.exp(logits).sum(1))).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("prepare", "llama_cpp", "penstock", "transformers"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--text", type=Path, default=Path("LICENSE"))
+    args = parser.parse_args()
+    if args.engine == "prepare":
+        prepare(args.folder, args.text)
+        return
+    texts = json.loads((args.folder / "ids.json").read_text())
+    engine = {"llama_cpp": llama_cpp, "penstock": penstock, "transformers": transformers}[args.engine]
+    for kind in FORMATS:
+        run = engine(args.folder / f"{kind}.gguf")
+        line = []
+        for name, ids in texts.items():
+            windows = [ids[first : first + WINDOW] for first in range(0, len(ids) - 1, WINDOW)]
+            found = [value for window in windows if len(window) > 1 for value in run(window)]
+            line.append(f"{name} {math.exp(-sum(found) / len(found)):.3f}")
+        print(f"{args.engine} {kind}: {', '.join(line)}", flush=True)
+
+
+main()
