@@ -83,12 +83,14 @@ def add_quantized(calls: NativeCalls) -> None:
     scales, zeros = numbers(n, -(-k // group)).abs() + 0.1, numbers(n, -(-k // group), seed=4)
     x = numbers(29, k, seed=1).to(dtype)
     values = {0: codebook[codes % 16], 1: codes.to(torch.int8).float(), 3: codebook[codes % 256]}
-    for kind, has_zeros in itertools.product((0, 1, 3), (0, 1)):
+    values |= {5: codes % 32 - 16.0, 6: codes % 64 - 32.0}
+    for kind, has_zeros in itertools.product(values, (0, 1)):
+        book = [{5: -16.0, 6: -32.0}[kind]] * 256 if kind > 4 else codebook.tolist()
         described = calls.struct(
-            f"{'n' * 7}{'f' * 256}", kind, group, DTYPE_CODES[torch.float32], has_zeros, 0, 0, 0, *codebook.tolist()
+            f"{'n' * 8}{'f' * 256}", kind, group, DTYPE_CODES[torch.float32], has_zeros, 0, 0, 0, 0, *book
         )
         layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
-        numbered = (codes % (16 if kind == 0 else 256)).to(torch.uint8)
+        numbered = (codes % {0: 16, 5: 32, 6: 64}.get(kind, 256)).to(torch.uint8)
         calls.add(
             "linear_pack_quantized", "pppppn", layer, numbered, scales, zeros if has_zeros else None, None, 1,
         )  # fmt: skip
@@ -101,7 +103,7 @@ def add_quantized(calls: NativeCalls) -> None:
             made = layer if name == "quantized" else dense
             calls.add("linear", "pppnnn", made, x[:rows].clone(), out, n, rows, THREADS)
     for k in (300, 64):
-        described = calls.struct("n" * 7, 4, k, DTYPE_CODES[torch.float32], 0, 0, 0, 0)
+        described = calls.struct("n" * 8, 4, k, DTYPE_CODES[torch.float32], 0, 0, 0, 0, 0)
         layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
         numbered = codes[:, :k].to(torch.uint8).contiguous()
         calls.add("linear_pack_quantized", "pppppn", layer, numbered, scales[:, :1].contiguous(), None, None, 1)

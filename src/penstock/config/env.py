@@ -1,7 +1,7 @@
 """Every environment variable that Penstock reads: this is the only file that touches `os.environ`.
 
-PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512_bf16, avx512, avx2, neon_bf16, neon, generic, torch for the
-                     reference kernels, or triton for the GPU kernels in Triton's interpreter
+PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512_bf16, avx512, avx2, neon_bf16, neon, generic, torch for
+                     the reference kernels, or triton for the GPU kernels in Triton's interpreter
 PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
 PENSTOCK_API_KEY     keys that `penstock serve` requires of its clients, separated by commas; `penstock chat --url`
                      and `penstock audit` send the first
