@@ -1,6 +1,7 @@
 """Kills, stops and restarts the processes of a disaggregated service under load, and checks the answers to clients.
 
-    python bench/pd_faults.py [--rounds 12] [--seed 0] [--only ROUND] [--decodes 1]
+    python bench/pd_faults.py [--rounds 12] [--seed 0] [--only ROUND] [--decodes 1] [--max-local-prefill 512]
+        [--all-apis]
 
 Real processes: a prefill and two decode instances of the built-in model, with a router in front of them and 32 streams
 of greedy requests. Half of the rounds drive them one after the other over TCP, half at once over shared memory. In each
@@ -30,12 +31,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
 from pd_parts.cluster import Cluster, Server, private_folder
-from pd_parts.load import Answer, Case, Outcome, ask, make_cases
+from pd_parts.load import Answer, Case, Outcome, ask, make_cases, make_text_cases
 
 KINDS = ("kill prefill", "kill decode", "stop prefill", "stop decode", "restart prefill", "restart decode")
 # How the router drives the instances, and which transport moves the KV.
@@ -223,7 +224,7 @@ def plans(args: argparse.Namespace, num_cases: int) -> Iterator[tuple[str, list[
 
 
 async def run_style(
-    style: str, chosen: Sequence[Plan], cases: Sequence[Case], folder: Path, num_decodes: int
+    style: str, chosen: Sequence[Plan], cases: Sequence[Case], folder: Path, args: argparse.Namespace
 ) -> list[Row]:
     cluster = Cluster(
         folder,
@@ -232,7 +233,8 @@ async def run_style(
         config={"kv_load_timeout": LOAD_TIMEOUT},
         flags=["--kv-cache-memory", "64MB", "--max-model-len", "512", "--num-threads", "1"],
         prefill_timeout=PREFILL_TIMEOUT,
-        decodes=("decode", *(f"decode{number}" for number in range(2, num_decodes + 1))),
+        decodes=("decode", *(f"decode{number}" for number in range(2, args.decodes + 1))),
+        max_local_prefill=args.max_local_prefill,
     )
     rows: list[Row] = []
     async with cluster.running() as session:
@@ -256,10 +258,12 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     """Runs all rounds and prints their table."""
     before = set(os.listdir("/dev/shm"))
     cases = make_cases(48, seed=1)
+    if args.all_apis:
+        cases += [*(replace(each, n=2) for each in cases[:8]), *make_text_cases()]
     rows: list[Row] = []
     print(HEADER, flush=True)
     for style, chosen in plans(args, len(cases)):
-        rows += asyncio.run(run_style(style, chosen, cases, folder, args.decodes))
+        rows += asyncio.run(run_style(style, chosen, cases, folder, args))
     if left := left_in_shared_memory(before):
         rows[-1].problems.append(f"left in /dev/shm: {left}")
     sums: dict[str, Row] = {}
@@ -282,6 +286,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="ROUND", help="this round alone")
     parser.add_argument("--decodes", type=int, choices=(1, 2), default=2, help="decode instances (default: 2)")
+    parser.add_argument("--max-local-prefill", type=int, default=0, metavar="TOKENS", help="see penstock route")
+    parser.add_argument("--all-apis", action="store_true", help="adds two choices, responses and messages")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES), metavar="STYLE")
     parser.add_argument("--logs", type=Path, help="folder for the instances' logs (default: a temporary one)")

@@ -8,8 +8,9 @@ overhead  The same requests, one after the other and many at once, directly to a
           difference to the direct row. Also the CPU time of the router's process per request.
 storm     All requests through `penstock route` while stub instances die, drain, leave and join. Every answer is checked
           token by token.
-fairness  A client sends a request each second to a stub instance with four places, first alone, and then while another
-          client keeps 1,000 requests in the queue. Milliseconds to the whole answer.
+fairness  A client sends a request each second to a stub instance with four places, or with --engine to one of the
+          built-in model, first alone, and then while another client keeps 1,000 requests in the queue. Milliseconds to
+          the whole answer.
 prefix    Conversations of several turns with two engines of the built-in model that publish KV events: prefix-aware
           against round-robin. Cached tokens by the engines' usage, and time to the first token of the later turns.
 replicas  The same conversations with one server of two engines (--data-parallel-size 2): prefix-aware against
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--token-ms", type=float, default=0.0, help="between the tokens of a stub instance")
     parser.add_argument("--spread-ms", type=float, default=0.0, help="from the first to the last of requests at once")
     parser.add_argument("--singles", type=int, default=60, help="requests of the client with one per second")
+    parser.add_argument("--engine", action="store_true", help="fairness: with an engine of the built-in model")
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--only", choices=PARTS, action="append")
@@ -169,9 +171,14 @@ async def fairness(args: argparse.Namespace) -> None:
     print(f"\n{args.singles} requests of {args.output_len} tokens, one per second; ms, median / p99 / longest")
     print("| the router is | whole answer |\n|---|---|")
     body = {"prompt": "a", "max_tokens": args.output_len, "stream": True}
-    async with stubs(1, 1e-3) as instances:
+    async with contextlib.AsyncExitStack() as stack:
+        if args.engine:
+            url = stack.enter_context(server("--max-num-seqs", "4", "--kv-cache-memory", "64MB"))
+            body["ignore_eos"] = True
+        else:
+            url = (await stack.enter_async_context(stubs(1, 1e-3))).urls[0]
         flags = ("--max-outstanding", "4", "--max-queued-requests", "2000", "--queue-timeout", "600")
-        with penstock_route("--serve", instances.urls[0], *flags) as router:
+        with penstock_route("--serve", url, *flags) as router:
             await wait_ready(router.url)
 
             async def many() -> None:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -28,10 +29,15 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`expected`: the tokens of one engine that computes everything itself."""
+    """`expected`: the tokens of one engine that computes everything itself, or with a `question`, to the API at `path`,
+    the characters. `n`: how many choices must be so.
+    """
 
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
+    n: int = 1
+    path: str = "/v1/completions"
+    question: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +74,29 @@ def make_cases(count: int, seed: int, max_tokens: int = 12) -> list[Case]:
     ]
 
 
+def make_text_cases(max_tokens: int = 24) -> list[Case]:
+    """Makes questions to the APIs whose answers have no token ids."""
+    questions = [f"What is {word}?" for word in ("rain", "a river", "the sun", "snow")]
+    llm = LLM(device="cpu", max_model_len=512, num_gpu_blocks_override=1500, num_threads=1)
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = [llm.chat([{"role": "user", "content": each}], params, use_tqdm=False) for each in questions]
+    finally:
+        llm.shutdown()
+    texts = [tuple(map(ord, output.outputs[0].text)) for (output,) in outputs]
+    paths = ("/v1/responses", "/v1/messages")
+    return [
+        Case((), text, path=path, question=question)
+        for path in paths
+        for question, text in zip(questions, texts, strict=True)
+    ]
+
+
 @dataclass(slots=True)
 class _Stream:
-    """The received part of one answer."""
+    """The received part of one answer: its tokens, or characters, by choice."""
 
-    tokens: list[int]
+    choices: dict[int, list[int]]
     num_cached: int = 0
     error: str = ""
     is_done: bool = False
@@ -88,45 +112,67 @@ class _Stream:
         if "error" in event:
             self.error = event["error"]["message"]
         for choice in event.get("choices", ()):
-            self.tokens += choice.get("token_ids") or ()
+            self.choices.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+        self._take_typed(event)
         if usage := event.get("usage"):
             self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _take_typed(self, event: dict[str, Any]) -> None:
+        """Takes an event of the Responses or the Messages API."""
+        delta = event.get("delta", "")
+        text = delta.get("text", "") if isinstance(delta, dict) else delta
+        if text and event["type"] in ("response.output_text.delta", "content_block_delta"):
+            self.choices.setdefault(0, []).extend(map(ord, text))
+        self.is_done |= event.get("type") in ("response.completed", "response.incomplete", "message_stop")
 
 
 async def ask(session: aiohttp.ClientSession, url: str, case: Case, deadline: float) -> Answer:
     """Takes at most `deadline` seconds."""
     started = time.monotonic()
-    stream = _Stream([])
+    stream = _Stream({})
     try:
         async with asyncio.timeout(deadline):
             await _read(session, url, case, stream)
-        outcome, detail = judge(case, stream.tokens, stream.is_done, stream.error)
+        outcome, detail = judge_choices(case, stream, stream.is_done, stream.error)
     except TimeoutError:
-        outcome, detail = Outcome.LATE, f"{len(stream.tokens)} tokens"
+        outcome, detail = Outcome.LATE, f"{stream.choices} of {case.path}"
     except (aiohttp.ClientError, OSError) as error:
-        outcome, detail = judge(case, stream.tokens, False, "")
+        outcome, detail = judge_choices(case, stream, False, "")
         detail = detail or repr(error)
-    is_recomputed = stream.num_cached < (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    is_recomputed = case.n == 1 and stream.num_cached < (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
     seconds = time.monotonic() - started
     return Answer(outcome, seconds, outcome is Outcome.RIGHT and is_recomputed, detail)
 
 
 async def _read(session: aiohttp.ClientSession, url: str, case: Case, stream: _Stream) -> None:
-    body = {
-        "prompt": list(case.prompt),
-        "max_tokens": len(case.expected),
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+    async with session.post(url + case.path, json=_body(case)) as response:
         if response.status != 200:
             stream.error = f"{response.status} {(await response.text())[:200]}"
             return
         async for line in response.content:
             stream.take(line)
+
+
+def _body(case: Case) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model": "demo", "temperature": 0.0, "ignore_eos": True, "stream": True}
+    if case.path == "/v1/responses":
+        return {**fields, "input": case.question, "max_output_tokens": 24, "store": False}
+    if case.path == "/v1/messages":
+        return {**fields, "messages": [{"role": "user", "content": case.question}], "max_tokens": 24}
+    return {
+        **fields,
+        "prompt": list(case.prompt),
+        "max_tokens": len(case.expected),
+        "n": case.n,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+
+
+def judge_choices(case: Case, stream: _Stream, is_done: bool, error: str) -> tuple[Outcome, str]:
+    """Returns the outcome of the first choice that is not right."""
+    found = [judge(case, stream.choices.get(index, []), is_done, error) for index in range(case.n)]
+    return next((each for each in found if each[0] is not Outcome.RIGHT), found[0])
 
 
 def judge(case: Case, tokens: Sequence[int], is_done: bool, error: str) -> tuple[Outcome, str]:

@@ -51,6 +51,8 @@ ROUTER_METRICS = (
     gauge("penstock_router_prefill_seconds", "Measured time of a prompt besides that for its tokens.", "worker"),
     gauge("penstock_router_load_tokens_per_second", "Measured speed of KV from another instance.", "worker"),
     gauge("penstock_router_load_seconds", "Measured time of such a load besides that for its tokens.", "worker"),
+    gauge("penstock_router_share_tokens_per_second", "Measured speed of offers of KV to another instance.", "worker"),
+    gauge("penstock_router_share_seconds", "Measured time of such an offer besides that for its tokens.", "worker"),
     gauge("penstock_router_expected_first_token_seconds", "The last estimates, by where it is computed.", "computing"),
     counter("penstock_router_self_prefills", "Prompts that a decode instance computed, for want of a prefill one."),
     counter("penstock_router_prompt_tokens", "Prompt tokens, by the usage of the instance's answers.", "worker"),
@@ -63,8 +65,8 @@ ROUTER_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """An instance's values for a scrape. `num_blocks` is None if it publishes no KV events. `prompts` and `loads` are
-    measured seconds, of each and for each token; None if they are unknown.
+    """An instance's values for a scrape. `num_blocks` is None if it publishes no KV events. `prompts`, `loads` and
+    `shares` are measured seconds, of each and for each token; None if they are unknown.
     """
 
     url: str
@@ -76,6 +78,7 @@ class InstanceView:
     num_blocks: int | None
     prompts: tuple[float, float] | None = None
     loads: tuple[float, float] | None = None
+    shares: tuple[float, float] | None = None
 
 
 class RouterMetrics:
@@ -145,6 +148,7 @@ class RouterMetrics:
         for each in instances:
             self._show_line("prefill", each.url, each.prompts)
             self._show_line("load", each.url, each.loads)
+            self._show_line("share", each.url, each.shares)
             num_ready += each.is_ready
             gauges["vllm_router_worker_health"].labels(each.url).set(each.is_ready)
             gauges["vllm_router_worker_load"].labels(each.url).set(each.load)

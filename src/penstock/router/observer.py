@@ -112,6 +112,7 @@ class RouterObserver:
                 num_blocks.get(member.url),
                 member.prompts.line() if member.prompts.is_known(now) else None,
                 member.loads.line() if member.loads.is_known(now) else None,
+                member.shares.line() if member.shares.is_known(now) else None,
             )
             for member in self._dispatcher.pool
         ]
