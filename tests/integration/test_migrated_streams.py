@@ -103,11 +103,12 @@ def test_official_clients_see_one_stream(server: ServerProcess, api: str) -> Non
     async def answer(url: str) -> Any:
         if api == "messages":
             async with AsyncAnthropic(base_url=url, **options) as client:
-                arguments = {**fields, "max_tokens": 40, "messages": MESSAGES}
+                arguments: dict[str, Any] = {**fields, "max_tokens": 40, "messages": MESSAGES}
                 async with client.messages.stream(**arguments) as events:
                     message = await events.get_final_message()
                 return message.content[0].model_dump(), message.stop_reason, message.usage.output_tokens
-        async with AsyncOpenAI(base_url=f"{url}/v1", **options) as client:
+        async with AsyncOpenAI(base_url=f"{url}/v1", **options) as opened:
+            client: Any = opened
             if api == "responses":
                 events = [each async for each in await client.responses.create(**fields, input="Rain?", stream=True)]
                 assert [each.sequence_number for each in events] == list(range(len(events)))
