@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from penstock.simulation.oracle import RECURRENT
 from penstock.simulation.routing import RoutingSetup
 from penstock.simulation.setup import Disaggregation, Setup
 
 Draw = Callable[[random.Random], Setup | RoutingSetup]
+_Draw = TypeVar("_Draw", bound=Draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,10 @@ class Scenario:
 class Catalogue(dict[str, Scenario]):
     """Scenarios by name."""
 
-    def add(self, name: str, origin: str) -> Callable[[Draw], Draw]:
+    def add(self, name: str, origin: str) -> Callable[[_Draw], _Draw]:
         """Decorator that adds the function that draws a scenario's setup to the catalogue."""
 
-        def add(draw: Draw) -> Draw:
+        def add(draw: _Draw) -> _Draw:
             self[name] = Scenario(name, origin, draw)
             return draw
 

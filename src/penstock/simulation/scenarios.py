@@ -38,8 +38,9 @@ def run_scenario(name: str, seed: int) -> RunResult:
     """Runs the world of this scenario and seed to its end."""
     rng = random.Random(f"{name} {seed}")
     setup = SCENARIOS[name].draw(rng)
-    world = RoutingWorld if isinstance(setup, RoutingSetup) else World
-    return world(setup, f"{name} {seed} world").run()
+    world_seed = f"{name} {seed} world"
+    world = RoutingWorld(setup, world_seed) if isinstance(setup, RoutingSetup) else World(setup, world_seed)
+    return world.run()
 
 
 def replay_line(name: str, seed: int) -> str:
