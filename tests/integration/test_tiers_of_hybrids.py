@@ -20,7 +20,7 @@ from penstock.core.block_hash import BlockHash, extend_chain, root_hash
 from tests.architecture.sources import ROOT
 from tests.integration.checkpoints import COMMON, make_checkpoint
 from tests.integration.test_disaggregation import complete
-from tests.integration.test_identity_families import MAX_TOKENS, Answer, answer, engine
+from tests.integration.test_identity_families import HYBRIDS, MAX_TOKENS, Answer, answer, engine
 from tests.integration.test_kv_connectors import offloading
 
 FAMILY = "qwen3.5"
@@ -45,9 +45,12 @@ class Conversation:
 
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
-    made = tmp_path_factory.mktemp("hybrid")
-    path, folder = made / FAMILY, made / "kv"
-    make_checkpoint(FAMILY, made, torch.bfloat16)
+    return converse(FAMILY, tmp_path_factory.mktemp("hybrid"))
+
+
+def converse(family: str, made: Path) -> Conversation:
+    path, folder = made / family, made / "kv"
+    make_checkpoint(family, made, torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
     first, question = (
         torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist()
@@ -139,9 +142,19 @@ for number in itertools.count():
 """
 
 
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in ("granite4", "lfm2") else pytest.mark.long) for name in HYBRIDS[1:]],
+)
+def test_every_family_continues_after_a_restart(family: str, tmp_path: Path) -> None:
+    conversation = converse(family, tmp_path)
+    check_second_turn(conversation, conversation.folder)
+
+
 @pytest.mark.long
-def test_an_engine_that_was_killed_left_whole_states_alone(conversation: Conversation, tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
+@pytest.mark.parametrize("family", [FAMILY, "granite4", "lfm2"])
+def test_an_engine_that_was_killed_left_whole_states_alone(family: str, tmp_path: Path) -> None:
+    conversation, folder = converse(family, tmp_path), tmp_path / "killed"
     arguments = [str(conversation.path), str(folder), json.dumps(conversation.first)]
     process = subprocess.Popen(
         [sys.executable, "-c", _STORES_UNTIL_KILLED, *arguments], stdout=subprocess.PIPE, cwd=ROOT
@@ -152,6 +165,11 @@ def test_an_engine_that_was_killed_left_whole_states_alone(conversation: Convers
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
+    check_second_turn(conversation, folder)
+
+
+def check_second_turn(conversation: Conversation, folder: Path) -> None:
+    """A new engine loads what is in the folder, and answers as without a cache."""
     llm = engine(conversation.path, enable_prefix_caching=True, kv_transfer_config=offloading(disk_path=str(folder)))
     found = complete(llm, conversation.second, PARAMS)
     assert answer(found) == conversation.wanted
