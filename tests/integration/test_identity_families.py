@@ -327,18 +327,24 @@ def test_the_turns_of_a_conversation_hit_the_cache(families: Families, name: str
     """
     llm = engine(families.path(name), enable_prefix_caching=True)
     generator = torch.Generator().manual_seed(2)
-    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0, logprobs=3)
     conversation: list[int] = []
-    for length in (70, 9, 30, 21):
+    turns: list[tuple[list[int], Answer]] = []
+    for length in (70, 9, 30, 21, 5, 13):
         num_known = max(0, len(conversation) - 1) // 16 * 16
         conversation += torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist()
         found = complete(llm, conversation, params)
         assert found.num_cached_tokens == num_known
+        turns.append((list(conversation), answer(found)))
         conversation += found.outputs[0].token_ids
     stats = llm.stats()
+    assert stats.prefix_cache_hits == 80 + 96 + 144 + 176 + 192
+    assert stats.prefix_cache_queries == 70 + 91 + 133 + 166 + 183 + 208
+    assert llm.reset_prefix_cache()
+    prompt, hit = turns[1]
+    recomputed = complete(llm, prompt, params)
+    assert (answer(recomputed), recomputed.num_cached_tokens) == (hit, 0)
     llm.shutdown()
-    assert stats.prefix_cache_hits == 80 + 96 + 144
-    assert stats.prefix_cache_queries == 70 + 91 + 133 + 166
 
 
 @pytest.fixture(scope="module")
