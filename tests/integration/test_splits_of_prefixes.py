@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from tests.integration.checkpoints import COMMON, make_qwen_mtp_checkpoint
+from tests.integration.checkpoints import COMMON, make_checkpoint, make_qwen_mtp_checkpoint
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
-from tests.integration.test_identity_families import MTP, Answer, answer, engine
+from tests.integration.test_identity_families import MTP, NGRAM, Answer, answer, engine
 from tests.integration.test_kv_connectors import offloading
 
 BLOCK_SIZE, NUM_TOKENS = 16, 86
@@ -24,9 +24,19 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs
 PROMPT = torch.randint(COMMON["vocab_size"], (NUM_TOKENS,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen_mtp_checkpoint("qwen3.5", tmp_path_factory.mktemp("splits"), torch.bfloat16)
+# A state of each other kind, and layers that share keys and values of two sizes.
+OTHERS = ("granite4", "lfm2", "nemotron-h", "gemma4-shared")
+
+
+@pytest.fixture(scope="module", params=["qwen3.5", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = make_qwen_mtp_checkpoint if request.param == "qwen3.5" else make_checkpoint
+    return make(request.param, tmp_path_factory.mktemp("splits"), torch.bfloat16)
+
+
+def drafting(model: Path) -> dict[str, Any]:
+    """Returns the drafts of a model's own module, if it has one."""
+    return MTP if model.name == "qwen3.5" else NGRAM
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +53,9 @@ def run_prefix(llm: LLM, num_blocks: int) -> None:
         complete(llm, PROMPT[: num_blocks * BLOCK_SIZE + 1], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize("drafts", [None, MTP], ids=["plain", "drafts"])
-def test_local_and_remote(model: Path, plain: Answer, drafts: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("has_drafts", [False, True], ids=["plain", "drafts"])
+def test_local_and_remote(model: Path, plain: Answer, has_drafts: bool) -> None:
+    drafts = drafting(model) if has_drafts else None
     common: dict[str, Any] = {"enable_prefix_caching": True, "speculative_config": drafts}
     prefill, decode = (
         engine(model, kv_transfer_config=transfer_config(role), **common) for role in ("kv_producer", "kv_consumer")
@@ -78,7 +89,7 @@ def test_local_and_tier(model: Path, plain: Answer, tmp_path: Path, has_disk: bo
 
 
 def test_a_connector_that_never_hits_changes_nothing(model: Path, plain: Answer) -> None:
-    llm = engine(model, kv_transfer_config=offloading(), speculative_config=MTP, enable_prefix_caching=True)
+    llm = engine(model, kv_transfer_config=offloading(), speculative_config=drafting(model), enable_prefix_caching=True)
     for _ in range(2):
         assert answer(complete(llm, PROMPT, PARAMS)) == plain
         assert llm.reset_prefix_cache(reset_connector=True)
