@@ -13,11 +13,13 @@ to bfloat16. Perplexity is as in `bench/quality.py`: of windows of 256 tokens th
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,14 +77,21 @@ def prepare(folder: Path, text: Path) -> None:
     writer.close()
 
 
+@functools.cache
+def _silent() -> Any:
+    """Returns a callback that is never freed, as llama.cpp goes on calling it."""
+    import llama_cpp as library
+
+    return library.llama_log_callback(lambda *_: None)
+
+
 def llama_cpp(file: Path) -> LogProbabilities:
     import ctypes
 
     import llama_cpp as library
     from gguf_mixes import MIXES, quantized
 
-    silent = library.llama_log_callback(lambda *_: None)
-    library.llama_log_set(silent, ctypes.c_void_p())
+    library.llama_log_set(_silent(), ctypes.c_void_p())
     if not file.exists():
         MIXES.update(q8_0=library.LLAMA_FTYPE_MOSTLY_Q8_0, q4_0=library.LLAMA_FTYPE_MOSTLY_Q4_0)
         quantized(file.with_name("bf16.gguf"), file)
