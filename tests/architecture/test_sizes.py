@@ -41,7 +41,7 @@ BUDGETS = {
     "router": 2465,
     "runner": 2879,
     "server": 4671,
-    "simulation": 3780,
+    "simulation": 3782,
     "tokenizer": 338,
     "utils": 712,
     "verify": 782,
