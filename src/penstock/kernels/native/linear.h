@@ -302,9 +302,9 @@ void multiply_part(const Linear& layer, const void* x, char* out, int64_t out_st
     }
 }
 
-// Picoseconds of a thread for a weight of bfloat16 from a cache, and for each row that is multiplied by it. Layers that memory
-// must deliver take longer, and are so large that it does not matter.
-constexpr int64_t kWeightPicoseconds = 40;
+// Picoseconds of a thread for a weight from a cache, or from memory if a layer has more of them, and for each row that is
+// multiplied by it.
+constexpr int64_t kCachedPicoseconds = 40, kMemoryPicoseconds = 100, kMostCached = 1 << 20;
 #if defined(__AVX512BF16__)
 constexpr int64_t kRowPicoseconds = 5;
 #elif defined(__AVX512F__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -314,7 +314,7 @@ constexpr int64_t kRowPicoseconds = 25;
 #endif
 
 int64_t product_nanoseconds(int64_t weights, int64_t rows) {
-    return weights * (kWeightPicoseconds + rows * kRowPicoseconds) / 1000;
+    return weights * ((weights > kMostCached ? kMemoryPicoseconds : kCachedPicoseconds) + rows * kRowPicoseconds) / 1000;
 }
 
 // Parts of a product per thread, so that a thread that starts late leaves most of its parts to the others: waking it up
