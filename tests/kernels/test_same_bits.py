@@ -85,17 +85,19 @@ def add_quantized(calls: NativeCalls) -> None:
     values = {0: codebook[codes % 16], 1: codes.to(torch.int8).float(), 3: codebook[codes % 256]}
     values |= {5: codes % 32 - 16.0, 6: codes % 64 - 32.0}
     for kind, has_zeros in itertools.product(values, (0, 1)):
-        book = [{5: -16.0, 6: -32.0}[kind]] * 256 if kind > 4 else codebook.tolist()
-        described = calls.struct(
-            f"{'n' * 8}{'f' * 256}", kind, group, DTYPE_CODES[torch.float32], has_zeros, 0, 0, 0, 0, *book
-        )
+        is_exact = kind > 4  # the product of a code and a scale, which the kernels fuse
+        if is_exact and has_zeros:
+            continue
+        book = [{5: -16.0, 6: -32.0}[kind]] * 256 if is_exact else codebook.tolist()
+        scales = scales.bfloat16() if is_exact else scales
+        code = DTYPE_CODES[scales.dtype]
+        described = calls.struct(f"{'n' * 8}{'f' * 256}", kind, group, code, has_zeros, 0, 0, 0, is_exact, *book)
         layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
         numbered = (codes % {0: 16, 5: 32, 6: 64}.get(kind, 256)).to(torch.uint8)
-        calls.add(
-            "linear_pack_quantized", "pppppn", layer, numbered, scales, zeros if has_zeros else None, None, 1,
-        )  # fmt: skip
+        packed = (layer, numbered, scales, zeros if has_zeros else None, None, 1)
+        calls.add("linear_pack_quantized", "pppppn", *packed)
         at = torch.arange(k) // group
-        weight = ((values[kind] - (zeros[:, at] if has_zeros else 0)) * scales[:, at]).to(dtype)
+        weight = ((values[kind] - (zeros[:, at] if has_zeros else 0)) * scales[:, at].float()).to(dtype)
         dense = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, None)
         calls.add("linear_pack", "ppn", dense, weight, 1)
         for name, rows in itertools.product(("quantized", "dense"), (1, 2, 29)):
@@ -106,7 +108,7 @@ def add_quantized(calls: NativeCalls) -> None:
         described = calls.struct("n" * 8, 4, k, DTYPE_CODES[torch.float32], 0, 0, 0, 0, 0)
         layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
         numbered = codes[:, :k].to(torch.uint8).contiguous()
-        calls.add("linear_pack_quantized", "pppppn", layer, numbered, scales[:, :1].contiguous(), None, None, 1)
+        calls.add("linear_pack_quantized", "pppppn", layer, numbered, scales[:, :1].float().contiguous(), None, None, 1)
         for rows in (1, 2, 5, 29):
             out = calls.result(f"sums {k} {rows}", torch.zeros(rows, n, dtype=dtype))
             calls.add("linear", "pppnnn", layer, x[:rows, :k].contiguous(), out, n, rows, THREADS)
