@@ -1,7 +1,7 @@
 """Tokens per second on a busy machine: numbers of kernel threads, with 0, 1, 2, ... other processes that only compute.
 
     python bench/busy.py [--neighbours 0 1 2] [--nice 0] [--batches 1 8] [--rounds 5] [--shape bench/shapes/qwen3-0.6b]
-                         [--threads 1 2 8 64]
+                         [--threads 1 2 8 64] [--async-scheduling]
 
 One engine in one process; the settings alternate within a round, and the median of the rounds is shown. The last
 column is the speed of the last setting, which is the default one unless others are named, relative to the best one.
@@ -52,8 +52,10 @@ def main() -> None:
     parser.add_argument("--shape", help="a folder with a config.json (default: the built-in model)")
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--threads", type=int, nargs="+", help="the settings (default: powers of two, and the default)")
+    parser.add_argument("--async-scheduling", action="store_true", help="to be compared in processes of their own")
     args = parser.parse_args()
     model = {"model": args.shape, "load_format": "dummy", "skip_tokenizer_init": True} if args.shape else {}
+    model["async_scheduling"] = args.async_scheduling
     llm = LLM(device="cpu", max_model_len=1024, num_gpu_blocks_override=1024, **model)
     default = native.num_threads()
     powers = [1 << power for power in range(default.bit_length()) if 1 << power < default]

@@ -1,10 +1,11 @@
 """Compares embeddings with those of sentence-transformers, or of transformers if it is not installed: agreement, speed.
 
     python bench/embeddings.py [MODEL] [--count 1000] [--rounds 5] [--pairs 500] [--dtype DTYPE] [--threads N]
-                               [--vllm PYTHON]
+                               [--large] [--vllm PYTHON]
 
 MODEL is a folder with a sentence-transformers checkpoint of an encoder. Without it, random weights in the shape of
-all-MiniLM-L6-v2 are used, which are representative of speed but not of meaning.
+all-MiniLM-L6-v2, or with --large of BGE-large and E5-large (335 million weights, of which the embedding of words has
+fewer here), are used, which are representative of speed but not of meaning.
 
 Agreement: the smallest cosine between both engines' vectors of the sentences of --pairs pairs, and the rank correlation
 (Spearman) of the pairs' similarities. Speed: --count texts of 16 to 256 tokens from text to vectors, in alternation, as
@@ -104,11 +105,12 @@ class Sentences:
         return f"the {subject} {verb} the {thing} {self._endings[meaning[-1]]} ."
 
 
-def make_random_model(path: Path) -> None:
-    """Writes a model in the shape of all-MiniLM-L6-v2, with the sentences' words as its vocabulary."""
+def make_random_model(path: Path, is_large: bool) -> None:
+    """Writes a model in the shape of all-MiniLM-L6-v2 or BGE-large, with the sentences' words as its vocabulary."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *Sentences.words()]
+    hidden, layers, heads = (1024, 24, 16) if is_large else (384, 6, 12)
     config = transformers.BertConfig(
-        hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12
+        hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads
     )
     torch.manual_seed(0)
     transformers.BertModel(config, add_pooling_layer=False).save_pretrained(path)
@@ -295,12 +297,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=500)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--large", action="store_true")
     parser.add_argument("--vllm", metavar="PYTHON")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         if args.model is None:
-            make_random_model(Path(scratch))
+            make_random_model(Path(scratch), args.large)
         model = args.model or scratch
         makers: dict[str, Make] = {"Penstock": make_penstock, reference_name(): make_reference}
         sides: dict[str, Engine] = {}
