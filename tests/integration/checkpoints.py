@@ -546,9 +546,11 @@ def make_qwen_mtp_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch
     def numbers(*shape: int) -> torch.Tensor:
         return (0.2 * torch.randn(shape, generator=generator)).to(dtype)
 
-    prefix = "model.layers.1."
-    module = {name: numbers(*tensor.shape) for name, tensor in stored.items() if name.startswith(prefix)}
-    stored |= {f"mtp.layers.0.{name.removeprefix(prefix)}": tensor for name, tensor in module.items()}
+    # The experts are those of a layer that has some: the layer with attention is dense in "qwen3-next".
+    for prefix, has_experts in (("model.layers.1.", False), ("model.layers.2.", True)):
+        for part, tensor in list(stored.items()):
+            if part.startswith(prefix) and part.startswith(f"{prefix}mlp.") == has_experts:
+                stored[f"mtp.layers.0.{part.removeprefix(prefix)}"] = numbers(*tensor.shape)
     stored["mtp.fc.weight"] = numbers(hidden, 2 * hidden)
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         stored[f"mtp.{norm}.weight"] = numbers(hidden)

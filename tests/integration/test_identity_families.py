@@ -80,7 +80,7 @@ NUM_EXPERTS = {
     "nemotron-h": 8,
 }
 # Those with a module for multi-token prediction.
-WITH_MODULE = ("deepseek-v3", "glm-flash", "qwen3.5", "qwen3.5-moe")
+WITH_MODULE = ("deepseek-v3", "glm-flash", "qwen3.5", "qwen3.5-moe", "qwen3-next")
 MAX_TOKENS = 12
 PLAIN: dict[str, Any] = {
     "max_model_len": 224,
@@ -275,6 +275,8 @@ def test_a_batch(families: Families, name: str, cell: str) -> None:
         assert stats.prefix_cache_hits > 100
     if cell == "a tier":
         assert stats.connector["num_loads"] > 0
+    if cell in MODULE_CELLS:
+        assert stats.speculation.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("name", "cell"), cells(list(NUM_EXPERTS), list(EXPERT_CELLS)))
