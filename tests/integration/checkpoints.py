@@ -536,10 +536,10 @@ def make_mtp_checkpoint(
     return path, model, module
 
 
-def make_qwen_mtp_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def make_qwen_mtp_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     """Writes the checkpoint with a module in Qwen3-Next's layout: a layer like the model's with attention, of other
-    numbers."""
-    path = make_checkpoint(name, folder, dtype)
+    numbers. `config` extends `config.json`."""
+    path = _make(name, folder / name, transformers.AutoModelForCausalLM, dtype, config, {})
     stored, hidden = load_file(path / "model.safetensors"), COMMON["hidden_size"]
     generator = torch.Generator().manual_seed(1)
 

@@ -189,18 +189,24 @@ def cells(*parameters: Sequence[str]) -> list[Any]:
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Returns prompts of which some share a beginning or repeat themselves; every other one is sampled."""
+    """Returns prompts, some of which share a beginning or repeat themselves; every other one is sampled. Answers to
+    those that repeat themselves have few different tokens, so that some drafts of n-grams are right.
+    """
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(COMMON["vocab_size"], (40,), generator=generator).tolist()
     made: list[tuple[list[int], SamplingParams]] = []
     for number, length in enumerate((5, 33, 16, 61, 48, 97)):
         own = torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist()
-        prompt = shared + own if number % 3 == 1 else own * 2 if number % 3 == 2 else own
-        temperature = 0.0 if number % 2 else 0.8
+        repeats = number % 3 == 2
         params = SamplingParams(
-            temperature=temperature, seed=number, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=3
+            temperature=0.0 if number % 2 else 0.8,
+            seed=number,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=3,
+            allowed_token_ids=own[:3] if repeats else None,
         )
-        made.append((prompt, params))
+        made.append((shared + own if number % 3 == 1 else own * 2 if repeats else own, params))
     return made
 
 
@@ -275,8 +281,10 @@ def test_a_batch(families: Families, name: str, cell: str) -> None:
         assert stats.prefix_cache_hits > 100
     if cell == "a tier":
         assert stats.connector["num_loads"] > 0
-    if cell in MODULE_CELLS:
-        assert stats.speculation.num_draft_tokens > 0
+    if "speculative_config" in arguments:
+        # Only drafts of n-grams are right now and then: those of a module have all tokens to choose from.
+        counts = stats.speculation
+        assert (counts.num_draft_tokens if cell in MODULE_CELLS else counts.num_accepted_tokens) > 0
 
 
 @pytest.mark.parametrize(("name", "cell"), cells(list(NUM_EXPERTS), list(EXPERT_CELLS)))
