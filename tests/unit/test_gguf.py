@@ -21,6 +21,7 @@ from penstock.config.gguf.folder import unpack_gguf, unpacked_file
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.kernels.quantized import QuantizedWeight, dense
+from penstock.layers.linear import Linear
 from penstock.models.sources.gguf import GGUFSource
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import ConfigError
@@ -97,6 +98,30 @@ def test_blocks_have_the_values_that_ggml_defines(name: str, tmp_path: Path) -> 
             assert isinstance(found, QuantizedWeight)
             assert found.bits == (4 if name == "MXFP4" else int(name[1]))
             assert torch.equal(found.dequantize(), expected[part])
+
+
+def test_loading_takes_little_more_memory_than_the_layer(tmp_path: Path) -> None:
+    """No copy of the codes, a byte each, stays with the layer, and no page of the file with the process."""
+    shape = outputs, inputs = 65536, 1024
+    blocks = np.zeros((outputs, inputs // 256 * 144), np.uint8)
+    data = {f"blk.0.ffn_{name}.weight": (blocks, gguf.GGMLQuantizationType.Q4_K) for name in ("up", "gate")}
+    write(tmp_path / "a.gguf", {**embedding(), **data}, **SHAPE)
+    with closing(GGUFSource(tmp_path / "a.gguf")) as source:
+        # What the first leaves to the allocator, the second uses.
+        layers = [Linear(source.read(WEIGHT.replace("up", "gate"), shape))]
+        # From now on the peak is that from now on.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_bytes("VmRSS")
+        layers.append(Linear(source.read(WEIGHT, shape)))
+        assert resident_bytes("VmRSS") - before < 1.6 * blocks.nbytes
+        # While it is packed: the codes, twice while parts are joined, and what a part needs.
+        assert resident_bytes("VmHWM") - before < 4.7 * blocks.nbytes
+
+
+def resident_bytes(field: str) -> int:
+    """Returns a line of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])

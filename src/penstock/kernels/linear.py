@@ -146,20 +146,22 @@ class PackedFormat:
         numbers = [each for each in (weight.scales, weight.zeros, weight.minima) if each is not None]
         types = {each.dtype for each in numbers}
         number_type = types.pop() if len(types) == 1 else torch.float32
+        # A copy: a part, even one without rows, would keep the memory of all codes.
+        example = weight.reordered(torch.empty(0, dtype=torch.int64))
         if weight.quantizes_inputs:
-            return cls(weight.part(slice(0)), _Kind.SUMS, torch.float32)
+            return cls(example, _Kind.SUMS, torch.float32)
         kind, shift = _kind_of(weight)
         if weight.factors is not None:
             if shift:
                 raise ValueError("integers whose scales have factors must fit 8 bits with a sign")
-            return cls(weight.part(slice(0)), kind, torch.int8)
+            return cls(example, kind, torch.int8)
         if narrows and number_type == torch.float32:
             stored = [each.float() - (shift if each is weight.zeros else 0) for each in numbers]
             for narrow in (torch.bfloat16, torch.float16):
                 if all(torch.equal(each.to(narrow).float(), each) for each in stored):
                     number_type = narrow
                     break
-        return cls(weight.part(slice(0)), kind, number_type, shift)
+        return cls(example, kind, number_type, shift)
 
     def descriptor(self) -> QuantizationDescriptor:
         example = self.example

@@ -110,11 +110,15 @@ class GGUFFile:
         self.tensors = self._read_directory(num_tensors)
 
     def rows(self, name: str, first: int, end: int) -> np.ndarray:
-        """Returns the stored bytes of some rows of a tensor, [rows, row_bytes] uint8."""
+        """Returns a copy of the stored bytes of some rows of a tensor, [rows, row_bytes] uint8."""
         tensor = self.tensors[name]
         count, width = end - first, tensor.row_bytes
         start = tensor.start + first * width
-        return np.frombuffer(tensor.file, np.uint8, count * width, start).reshape(count, width)
+        stored = np.frombuffer(tensor.file, np.uint8, count * width, start).reshape(count, width).copy()
+        # Pages that have been read would count as memory of this process, beside the layers that are made of them.
+        page = start - start % mmap.PAGESIZE
+        tensor.file.madvise(mmap.MADV_DONTNEED, page, start + count * width - page)
+        return stored
 
     @property
     def num_parts(self) -> int:

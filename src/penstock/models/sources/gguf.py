@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -25,6 +24,8 @@ from penstock.utils.errors import ConfigError
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP = 32
 _THREE = 3
+# Numbers that are unpacked at a time.
+_CHUNK = 1 << 22
 # What `attn_kv_b` is divided into: for every head, what makes keys, transposed, and what makes values.
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 
@@ -177,15 +178,19 @@ class GGUFSource:
         first, end = first + skipped, end + skipped
         if stored.type.name in _FLOATS:
             return self._floats(place.name, stored, first, end)
-        blocks = self._file.rows(place.name, first, end).reshape(-1, stored.type.num_bytes)
-        return _UNPACKERS[stored.type.name](torch.from_numpy(blocks.copy()), end - first)
+        # Some rows at a time, since the intermediate results take several times the memory of the codes.
+        step, unpack = max(1, _CHUNK // stored.shape[-1]), _UNPACKERS[stored.type.name]
+        parts: list[QuantizedWeight] = []
+        for start in range(first, end, step):
+            rows = self._file.rows(place.name, start, min(start + step, end))
+            parts.append(unpack(torch.from_numpy(rows).view(-1, stored.type.num_bytes), len(rows)))
+        return QuantizedWeight.cat(parts)
 
     def _floats(self, name: str, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
         dtype = _FLOATS.get(stored.type.name)
         if dtype is None:
             raise ValueError(f"its numbers are {stored.type.name}, and floats are expected")
-        # Copied, because the file's pages cannot be written, which torch does not know.
-        return torch.from_numpy(np.array(self._file.rows(name, first, end))).view(dtype)
+        return torch.from_numpy(self._file.rows(name, first, end)).view(dtype)
 
 
 def _with_inputs(rows: torch.Tensor | QuantizedWeight, order: torch.Tensor, run: int) -> torch.Tensor | QuantizedWeight:
