@@ -1,4 +1,8 @@
-"""Writes random checkpoints of a Qwen3 shape in formats that Penstock and vLLM read: GPTQ and W8A8."""
+"""Writes random checkpoints of a Qwen3 shape in formats that Penstock and vLLM read: GPTQ and W8A8.
+
+vLLM 0.32.0 on a CPU and Penstock load both, and gave the same greedy tokens with two layers and 4,096 tokens of the
+0.6B shape.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,7 @@ def _gptq(rows: int, inputs: int) -> dict[str, torch.Tensor]:
     def words(*shape: int) -> torch.Tensor:
         return torch.randint(-(2**31), 2**31, shape).int()
 
+    assert inputs % GROUP == 0, f"a layer of {inputs} inputs has no groups of {GROUP}: use another shape"
     groups = inputs // GROUP
     return {
         "qweight": words(inputs // 8, rows),
