@@ -228,7 +228,8 @@ class Engine:
         parameters = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
         context = llama_cpp.llama_context_default_params()
-        context.n_ctx = max(MOST_REQUESTS * 256, *(count * (length + 2 * OUTPUT) for _, count, length in batch_sizes()))
+        needed = (count * (length + 2 * OUTPUT) for _, count, length in batch_sizes())
+        context.n_ctx = max([MOST_REQUESTS * 256, *needed])
         context.n_batch = context.n_ubatch = MOST_ROWS
         context.n_seq_max = MOST_REQUESTS
         context.n_threads = context.n_threads_batch = 2
@@ -273,7 +274,7 @@ def main() -> None:
     source = folder / "bf16.gguf" if file.stem in MIXES else file
     silent = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(silent, None)
-    if not source.exists():
+    if not file.exists() and not source.exists():
         Checkpoint(folder, source).write()
     if not file.exists():
         quantized(source, file)

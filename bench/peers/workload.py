@@ -6,12 +6,14 @@
     prefill             1024 tokens, time to the first token
 
 Each engine's script, whose arguments are a folder with a config.json, the type of the weights and the batches, calls
-`measure` with a function that runs one batch in its own process, and prints one line of JSON.
+`measure` with a function that runs one batch in its own process, and prints one line of JSON. With "start" in the place
+of the batches it has the time from the process's start to the first token, and the resident memory.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROMPT, OUTPUT, PREFILL = 128, 65, 1024
+START = "start"
 
 Generate = Callable[[list[list[int]], int], None]
 """Runs a batch of prompts to exactly that many output tokens each."""
@@ -33,6 +36,8 @@ def batch_sizes() -> list[tuple[str, int, int]]:
     """Returns the batches of the command line: each one's text, requests and prompt tokens."""
     found: list[tuple[str, int, int]] = []
     for text in sys.argv[3:]:
+        if text == START:
+            continue
         count, _, length = text.partition("@")
         found.append((text, int(count), int(length or PROMPT)))
     return found
@@ -40,7 +45,7 @@ def batch_sizes() -> list[tuple[str, int, int]]:
 
 def longest() -> int:
     """Returns a number of tokens that no request exceeds."""
-    return max(2048, *(length + 2 * OUTPUT for _, _, length in batch_sizes()))
+    return max([2048, *(length + 2 * OUTPUT for _, _, length in batch_sizes())])
 
 
 def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
@@ -55,8 +60,12 @@ def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
         generate(batch, num_tokens)
         return time.perf_counter() - started, time.process_time() - used
 
-    timed(1, PROMPT, 4)
     result: dict[str, float | str] = {"engine": engine}
+    if START in sys.argv[3:]:
+        timed(1, PROMPT, 1)
+        print(json.dumps(result | _start()), flush=True)
+        return
+    timed(1, PROMPT, 4)
     for text, count, length in batch_sizes():
         rates: list[float] = []
         processor: list[float] = []
@@ -68,3 +77,15 @@ def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
         result[f"processor_b{text}"] = round(statistics.median(processor), 1)
     result["prefill"] = round(statistics.median(PREFILL / timed(1, PREFILL, 1)[0] for _ in range(repeats)), 1)
     print(json.dumps(result), flush=True)
+
+
+def _start() -> dict[str, float]:
+    """Returns the seconds since this process began, and its memory in GB: the largest resident size, that of now, and
+    what of it is not pages of files. Linux only.
+    """
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    fields = {"peak_gb": "VmHWM", "resident_gb": "VmRSS", "anonymous_gb": "RssAnon"}
+    sizes = {name: round(int(lines[field].split()[0]) * 1024 / 1e9, 2) for name, field in fields.items()}
+    return {"first_token_s": round(seconds, 1), **sizes}
