@@ -19,6 +19,7 @@ from penstock.utils.errors import ConfigError
 from penstock.verify import soak as soak_module
 from penstock.verify.recording import Plan, Recording, Round, Start, first_difference, row_key, save_rows
 from penstock.verify.soak import ALL, SoakResult, soak
+from tests.integration.checkpoints import make_checkpoint
 
 PROMPTS = ("one two three four five six seven eight", "x", "The quick brown fox jumps over the lazy dog. " * 2)
 SECONDS = 1 / 60
@@ -48,6 +49,15 @@ def test_the_built_in_model_passes(folders: Path, tmp_path: Path, capsys: pytest
     assert lines[-1].startswith("Every row agrees, and each of the 5")
     prompts.unlink()
     assert not list(folders.iterdir()), "recordings that agree are not kept"
+
+
+@pytest.mark.long
+def test_a_model_with_recurrent_layers_passes(tmp_path: Path) -> None:
+    args = EngineArgs.from_kwargs(model=str(make_checkpoint("lfm2", tmp_path)), skip_tokenizer_init=True)
+    # With this seed the first process runs alone, and everything that moves states occurs in it.
+    result = soak(args, (), 6, SECONDS, lambda tally: None, seed=48)
+    assert result.finding is None
+    assert {"asynchronous scheduling", "prompts in chunks", "prefix hits", "preemptions"} <= set(result.tallies)
 
 
 def test_a_fault_in_one_layer_is_named(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:

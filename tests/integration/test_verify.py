@@ -25,6 +25,8 @@ from penstock.verify.matrix import RowResult, verify
 from penstock.verify.rows import Row, make_rows
 from penstock.verify.workload import Case
 from penstock.worker.parts import choose_device
+from tests.integration.test_drafts_on_states import make_checkpoint_of_few_tokens
+from tests.integration.test_kv_connectors import offloading
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
@@ -100,6 +102,17 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(matrix, "make_rows", rows)
+
+
+@pytest.mark.long
+def test_a_model_with_recurrent_layers_passes(tmp_path: Path) -> None:
+    """Drafts of n-grams and of its module are right and wrong; a tier has its states in memory, and then on disk."""
+    path = make_checkpoint_of_few_tokens("qwen3.5", tmp_path)
+    disk = offloading(disk_path=str(tmp_path / "kv"))
+    results = run(last="everything at once", model=str(path), skip_tokenizer_init=True, kv_transfer_config=disk)
+    assert [result for result in results.values() if not (result.agrees and result.is_shown)] == []
+    assert {*ROWS[:10], "kv_transfer_config: saved, loaded", "kv_transfer_config: and preempted"} <= set(results)
+    assert list((tmp_path / "kv").glob("*-states/*.kv"))
 
 
 @pytest.mark.long
