@@ -128,6 +128,12 @@ def modelopt(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {**tensors, f"{layer}.input_scale": torch.tensor(0.02)}, values
 
 
+def modelopt_by_rows(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The scales have one dimension."""
+    tensors, values = float8(layer, weight, weight.float().abs().amax(1, keepdim=True) / 448 + 1e-5)
+    return {**tensors, f"{layer}.weight_scale": tensors[f"{layer}.weight_scale"].flatten()}, values
+
+
 def int8(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scales = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-5)
     stored = (weight.float() / scales).round().to(torch.int8)
@@ -195,6 +201,10 @@ FORMATS: dict[str, Format] = {
         lambda layer, weight: float8(layer, weight, weight.float().abs().amax() / 448 + 1e-5),
     ),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, modelopt),
+    "modelopt, FP8_PER_CHANNEL_PER_TOKEN": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
+        modelopt_by_rows,
+    ),
     "int8": (_compressed(_integers(8, True)), int8),
     "int8 with int8 inputs": (_compressed(_integers(8, True), _DYNAMIC), int8),
 }

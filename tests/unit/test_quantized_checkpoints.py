@@ -168,11 +168,12 @@ def test_what_is_not_served_is_refused_before_weights_are_read(config: Any, mess
         read_quantization(tmp_path, config)
 
 
-def test_a_file_of_modelopt_names_the_format_where_config_json_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_a_file_of_modelopt_names_the_format_where_config_json_does_not(algorithm: str, tmp_path: Path) -> None:
     shutil.copy(Path(resolve_model_path("demo")) / "config.json", tmp_path)
     assert load_model_config(tmp_path).quantization is None
     file = tmp_path / "hf_quant_config.json"
-    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}))
     quantization = load_model_config(tmp_path).quantization
     assert quantization is not None
     assert quantization.name == "modelopt"
