@@ -88,6 +88,40 @@ def test_local_and_tier(model: Path, plain: Answer, tmp_path: Path, has_disk: bo
     llm.shutdown()
 
 
+def test_a_prefix_in_four_places(model: Path, plain: Answer, tmp_path: Path) -> None:
+    """Of its blocks one is in the engine, two are in its memory tier, one is on disk, and one in another engine."""
+    children = [
+        {"name": "tier", **offloading(disk_path=str(tmp_path))},
+        {"name": "peer", **transfer_config("kv_consumer")},
+    ]
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+    common: dict[str, Any] = {"enable_prefix_caching": True, "speculative_config": drafting(model)}
+    stopped = engine(model, kv_transfer_config=both, **common)
+    for num_blocks in (1, 3, 4):
+        run_prefix(stopped, num_blocks)
+    stopped.shutdown()
+    prefill = engine(model, kv_transfer_config=transfer_config("kv_producer"), **common)
+    decode = engine(model, kv_transfer_config=both, **common)
+    # What it reads from disk is in its memory tier then.
+    run_prefix(decode, 3)
+    assert decode.reset_prefix_cache()
+    run_prefix(decode, 1)
+    before = decode.stats().connector
+    found = disaggregated(prefill, decode, PROMPT, PARAMS)
+    assert answer(found) == plain
+    assert found.num_cached_tokens == NUM_BLOCKS * BLOCK_SIZE
+    after = decode.stats().connector
+    # The block on disk has two parts: a state too, or keys and values of two sizes.
+    assert after["tier.num_promoted"] - before["tier.num_promoted"] == 2
+    # In layers with a window only the last two blocks are needed.
+    num_parts = 3 + 2 if model.name == "gemma4-shared" else 3 + 1
+    assert after["tier.num_loads"] - before["tier.num_loads"] == num_parts
+    assert after["peer.p2p_from/kv_producer/tokens"] == BLOCK_SIZE
+    for llm in (prefill, decode):
+        llm.check_integrity()
+        llm.shutdown()
+
+
 def test_a_connector_that_never_hits_changes_nothing(model: Path, plain: Answer) -> None:
     llm = engine(model, kv_transfer_config=offloading(), speculative_config=drafting(model), enable_prefix_caching=True)
     for _ in range(2):
