@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": 372,
     "audit": 947,
     "cli": 1654,
-    "config": 3893,
+    "config": 3894,
     "core": 1996,
     "engine": 981,
     "executor": 583,

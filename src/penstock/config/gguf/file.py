@@ -117,7 +117,8 @@ class GGUFFile:
         stored = np.frombuffer(tensor.file, np.uint8, count * width, start).reshape(count, width).copy()
         # Pages that have been read would count as memory of this process, beside the layers that are made of them.
         page = start - start % mmap.PAGESIZE
-        tensor.file.madvise(mmap.MADV_DONTNEED, page, start + count * width - page)
+        if stored.size:
+            tensor.file.madvise(mmap.MADV_DONTNEED, page, start + stored.size - page)
         return stored
 
     @property

@@ -179,7 +179,7 @@ class GGUFSource:
         if stored.type.name in _FLOATS:
             return self._floats(place.name, stored, first, end)
         # Some rows at a time, since the intermediate results take several times the memory of the codes.
-        step, unpack = max(1, _CHUNK // stored.shape[-1]), _UNPACKERS[stored.type.name]
+        step, unpack = max(1, _CHUNK // max(1, stored.shape[-1])), _UNPACKERS[stored.type.name]
         parts: list[QuantizedWeight] = []
         for start in range(first, end, step):
             rows = self._file.rows(place.name, start, min(start + step, end))
