@@ -39,6 +39,7 @@ def prepare(folder: Path, text: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import quality
 
+    folder.mkdir(parents=True, exist_ok=True)
     llm = LLM("demo", max_model_len=WINDOW)
     texts = {text.name: text.read_text(encoding="utf-8"), "additions": quality.default_texts()["additions"]}
     ids = {name: llm.get_tokenizer().encode(each)[:MOST_TOKENS] for name, each in texts.items()}

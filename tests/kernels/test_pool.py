@@ -23,7 +23,7 @@ def useful_threads() -> Callable[..., int]:
 def test_long_calls_use_all_threads_and_the_shortest_only_their_own(useful_threads: Callable[..., int]) -> None:
     assert [useful_threads(LONG, threads) for threads in (1, 2, 64)] == [1, 2, 64]
     assert [useful_threads(work, 64) for work in (0, 1_000, 30_000)] == [1, 1, 1]
-    assert useful_threads(LONG // 1000, 1000) == LONG // 1000 // 16384, "each thread has work for some microseconds"
+    assert useful_threads(LONG // 10, 10**6) == LONG // 10 // 16384, "each thread has work for some microseconds"
 
 
 def test_threads_are_woken_when_calls_in_a_row_have_taken_as_long_alone(useful_threads: Callable[..., int]) -> None:

@@ -52,5 +52,5 @@ class MemoryAhead:
         area.ready = max(area.ready, end)
 
     def close(self) -> None:
-        """Stops, which would otherwise delay the end of the process. `use` may not be called afterwards."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Leaves the memory alone from its return on. `use` may not be called afterwards."""
+        self._thread.shutdown(cancel_futures=True)
