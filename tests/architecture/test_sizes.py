@@ -38,7 +38,7 @@ BUDGETS = {
     "models": 2397,
     "parallel": 523,
     "penstock": 47,
-    "router": 2465,
+    "router": 2462,
     "runner": 2879,
     "server": 4671,
     "simulation": 3782,

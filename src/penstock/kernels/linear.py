@@ -210,7 +210,7 @@ def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
         # The kernels fuse what is exact.
         is_exact = weight.scales.dtype != torch.float32 and _are_small_integers(codebook)
         if is_exact and torch.equal(codebook, integers(weight.bits, int(-codebook[0]))):
-            return (_Kind.FIVES if weight.bits == _Kind.FIVES else _Kind.SIXES), 0
+            return (_Kind.FIVES if weight.bits == 5 else _Kind.SIXES), 0
     is_e4m3 = torch.equal(codebook.nan_to_num(), E4M3.nan_to_num())
     if is_e4m3 and weight.zeros is None and (weight.scales.abs() < _LARGEST_SCALE).all():
         return _Kind.FLOATS, 0

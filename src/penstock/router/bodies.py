@@ -29,7 +29,8 @@ _FINISHED = "finished_choices"
 _TRANSFER_PARAMS = ("do_remote_decode", "do_remote_prefill")
 _MAX_DEPTH = 128
 _BYTES_PER_TOKEN = 4
-_MAX_COMPLETIONS = 1 << 16
+# Instances that report streams refuse more.
+_MAX_COMPLETIONS = 1024
 # Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", _OUTPUT, _FINISHED)
 # Headers of one connection (RFC 9110, 7.6.1), or generated for each.

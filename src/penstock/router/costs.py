@@ -6,7 +6,6 @@ requests and for this one, and the tokens whose KV is loaded from another instan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -56,17 +55,17 @@ class CostModel:
             return None
         queued, missing = target.num_prompt_tokens, prompt.num_missing(target.url)
         alone = rate.seconds(queued + missing)
-        best: tuple[float, float, int, Member] | None = None
+        ways: list[tuple[float, int, float, Member]] = []
         for source in others:
             num_shared = missing - prompt.num_missing(source.url)
             if source.shares_kv and source.models == target.models and num_shared >= _LEAST_SHARED:
                 rest = rate.seconds(queued + missing - num_shared)
                 load = self._seconds_until_shared(source, num_shared, now)
                 load += target.loads.seconds(num_shared) if target.loads.is_known(now) else 0.0
-                best = min(best or (math.inf, 0.0, 0, source), (rest + load, load, source.load, source), key=_by_time)
-        if best is None:
+                ways.append((rest + load, source.load, load, source))
+        if not ways:
             return None
-        together, load, _, source = best
+        together, _, load, source = min(ways, key=lambda way: way[:2])
         self.estimates.update(whole=alone, sibling=together)
         return source if load * _MARGIN < alone - (together - load) else None
 
@@ -75,8 +74,3 @@ class CostModel:
         measured = source.shares.seconds(num_tokens) if source.shares.is_known(now) else 0.0
         rate = self._pool.rate_of_prompts(source, now) if source.num_prompt_tokens else None
         return measured if rate is None else max(measured, rate.seconds(source.num_prompt_tokens))
-
-
-def _by_time(way: tuple[float, float, int, Member]) -> tuple[float, int]:
-    seconds, _, load, _ = way
-    return seconds, load
