@@ -132,7 +132,9 @@ print(wait_for(300 << 20))
     assert 300 <= later < 520
 
 
-def test_a_closed_region_populates_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_closes_after_the_memory_being_populated_and_populates_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A thread of the lowest priority would otherwise keep a busy machine's process from ending."""
     has_begun, may_end, populated = threading.Event(), threading.Event(), list[int]()
 
@@ -144,9 +146,12 @@ def test_a_closed_region_populates_no_more_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SharedMemory, "populate", populate)
     region = OffloadRegion(1 << 10, MIB)
     has_begun.wait()
-    region.close()
+    closing = threading.Thread(target=region.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "it closed the memory that a thread was still writing to"
     may_end.set()
-    region._ahead._thread.shutdown()
+    closing.join()
     assert populated == [0]
 
 
