@@ -28,6 +28,8 @@ SHAPES = ((256, 96, 32), (224, 70, 64), (81, 33, 16), (37, 40, 37), (2112, 32, 1
 # Codebook, bits, type of the scales, and whether there are zeros and minima.
 KINDS: dict[str, tuple[torch.Tensor, int, torch.dtype, bool, bool]] = {
     "int4": (integers(4, 8), 4, torch.float16, False, False),
+    "signed int4": (signed_integers(4), 4, torch.float16, False, False),
+    "int4 with minima": (integers(4, 8), 4, torch.float16, False, True),
     "zeros": (integers(4), 4, torch.float16, True, False),
     "minima": (integers(4), 4, torch.float32, False, True),
     "both": (integers(4), 4, torch.bfloat16, True, True),
@@ -147,6 +149,26 @@ def test_equals_the_layer_of_its_values(isa: str, kind: str, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_values_halfway_between_two_are_rounded_to_even(isa: str, kind: str) -> None:
+    high = torch.tensor([0x0000, 0x0001, 0x0002, 0x007E, 0x007F])
+    low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFF00, 0xFFFF])
+    exponents = torch.tensor([-90, -1, 0, 1, 90]) + 127
+    bits = (exponents[:, None, None] << 23 | high[:, None] << 16 | low).flatten()
+    magnitudes = bits.int().view(torch.float32)
+    # A column has one scale, and codes of 1; one input is not zero.
+    scales = torch.cat([magnitudes, -magnitudes])[:, None]
+    codes = torch.full((len(scales), 32), KINDS[kind][0].tolist().index(1), dtype=torch.uint8)
+    weight = QuantizedWeight(codes, KINDS[kind][0], scales, 32, KINDS[kind][1])
+    assert not weight.has_extreme_values()
+    expected = [nearest_bfloat16(value) for value in scales[:, 0].numpy()]
+    for rows in ROWS[:7]:
+        x = torch.zeros(rows, 32).bfloat16()
+        x[:, 5] = 1
+        assert (pack(isa, weight, None, True)(x) == torch.tensor(expected)).all(), f"{rows} rows"
+
+
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", ["int4", "minima", "int8", "fp8"])
 def test_extreme_scales_keep_the_equality(isa: str, kind: str) -> None:
     # Products below the least normal number, some of which round to it, zeros of either sign, and huge scales.
@@ -156,7 +178,7 @@ def test_extreme_scales_keep_the_equality(isa: str, kind: str) -> None:
     scales[:, 3] *= 0.9980469
     minima = None if weight.minima is None else weight.minima * (scales == 1)
     weight = replace(weight, scales=scales / (1 if kind != "fp8" else 16), minima=minima)
-    assert weight.has_tiny_values()
+    assert weight.has_extreme_values()
     assert weight.dequantize().isfinite().all()
     found, expected = pack(isa, weight), pack(isa, weight.dequantize())
     for rows in ROWS[:6]:

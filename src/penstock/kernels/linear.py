@@ -107,6 +107,7 @@ class _Kind(IntEnum):
     SUMS = 4
     FIVES = 5
     SIXES = 6
+    FOURS = 7
 
 
 class QuantizationDescriptor(ctypes.Structure):
@@ -118,7 +119,7 @@ class QuantizationDescriptor(ctypes.Structure):
         ("number_type", ctypes.c_int64),
         ("has_zeros", ctypes.c_int64),
         ("has_minima", ctypes.c_int64),
-        ("has_tiny", ctypes.c_int64),
+        ("has_extremes", ctypes.c_int64),
         ("factor_groups", ctypes.c_int64),
         ("is_exact", ctypes.c_int64),
         ("codebook", ctypes.c_float * 256),
@@ -201,15 +202,20 @@ def _are_small_integers(codebook: torch.Tensor) -> bool:
     return bool(codebook.abs().max() < 64 and torch.equal(codebook, codebook.round()))
 
 
+def _counts_up(codebook: torch.Tensor, bits: int) -> bool:
+    return _are_small_integers(codebook) and torch.equal(codebook, integers(bits, int(-codebook[0])))
+
+
 def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
     """Returns the kind that the kernels have for a weight, and what is subtracted from its integers."""
     codebook = weight.codebook
     if weight.bits == 4:
+        if _counts_up(codebook, 4) and (weight.minima is None or codebook[0] == 0):
+            return _Kind.FOURS, 0
         return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
     if weight.bits in (5, 6) and weight.zeros is None and (weight.minima is None or codebook[0] == 0):
         # The kernels fuse what is exact.
-        is_exact = weight.scales.dtype != torch.float32 and _are_small_integers(codebook)
-        if is_exact and torch.equal(codebook, integers(weight.bits, int(-codebook[0]))):
+        if weight.scales.dtype != torch.float32 and _counts_up(codebook, weight.bits):
             return (_Kind.FIVES if weight.bits == 5 else _Kind.SIXES), 0
     is_e4m3 = torch.equal(codebook.nan_to_num(), E4M3.nan_to_num())
     if is_e4m3 and weight.zeros is None and (weight.scales.abs() < _LARGEST_SCALE).all():
@@ -259,8 +265,8 @@ class PackedWeights:
         self._format = format if dtype == torch.bfloat16 else None
         self._quantization = None if self._format is None else self._format.descriptor()
         if self._quantization is not None and allocate is not aligned_bytes:
-            # Other ranks may bring weights with tiny values there, or zeros that are no integers.
-            self._quantization.has_tiny, self._quantization.is_exact = 1, 0
+            # Other ranks may bring weights with extreme values there, or zeros that are no integers.
+            self._quantization.has_extremes, self._quantization.is_exact = 1, 0
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[dtype], 0, self.quantization)
         self._bytes = native.function("linear_packed_bytes", "p", "n")(ctypes.addressof(descriptor))
         self.packed = allocate(count * self._bytes)
@@ -288,7 +294,7 @@ class PackedWeights:
             if not isinstance(weight, QuantizedWeight):
                 raise ValueError("a weight that is not quantized cannot be packed with some that are")
             codes, numbers = self._format.stored(weight)
-            self._quantization.has_tiny |= weight.has_tiny_values()
+            self._quantization.has_extremes |= weight.has_extreme_values()
             self._quantization.is_exact &= weight.zeros is None or torch.equal(weight.zeros, weight.zeros.round())
             pack = self._native.function("linear_pack_quantized", "pppppn")
             addresses = [each if each is None else each.data_ptr() for each in numbers]

@@ -20,6 +20,7 @@ CODE_BITS = (4, 5, 6, 8)
 _CHUNK = 1 << 22
 # Sums and products of multiples of it are far from the least normal number.
 _GRAIN = 2.0**-40
+_LARGEST = 2.0**100
 _NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3): the sign, two bits of exponent, one of mantissa.
@@ -152,10 +153,15 @@ class QuantizedWeight:
             out[first : first + step] = weight._values(slice(first, first + step))
         return out
 
-    def has_tiny_values(self) -> bool:
-        """Whether a value is less than the least normal float32, and not zero, before it is rounded to bfloat16."""
+    def has_extreme_values(self) -> bool:
+        """Whether a value, before it is rounded to bfloat16, is less than the least normal float32 and not zero, or may be
+        2**100 or more.
+        """
         if self.factors is not None:
-            return self._multiplied().has_tiny_values()
+            return self._multiplied().has_extreme_values()
+        most = [0.0 if each is None or not each.numel() else each.abs().max().item() for each in self._numbers]
+        if (self.codebook.nan_to_num().abs().max().item() + most[1]) * most[0] + most[2] >= _LARGEST:
+            return True
         grains = [self.codebook.nan_to_num(), *([] if self.zeros is None else [self.zeros])]
         is_coarse = all(torch.equal(each.double() / _GRAIN, (each.double() / _GRAIN).round()) for each in grains)
         suspects = torch.full((len(self.codes),), not is_coarse, device=self.device)

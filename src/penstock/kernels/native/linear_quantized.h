@@ -23,13 +23,13 @@ enum QuantizedKind : int64_t {
     kSums = 4,      // 8 bits, in two's complement, of a layer that quantizes its inputs (linear_integers.h)
     kFives = 5,     // 5 bits: integers from the first entry of the codebook on
     kSixes = 6,     // 6 bits: the same
+    kFours = 7,     // 4 bits: the same
 };
 
 // How a value is made of its code.
 enum Form {
     kScaled = 0,  // the code times the scale
-    // One fused operation, where the product of scale and code is exact: kFives, kSixes, or `is_exact` with zeros or minima.
-    kFused = 1,
+    kFused = 1,   // one fused operation, where the product of scale and code is exact
     kAffine = 2,  // code - zero, times the scale, less the minimum, each rounded
 };
 
@@ -39,7 +39,7 @@ struct Quantization {
     int64_t number_type;   // of scales, zeros and minima
     int64_t has_zeros;
     int64_t has_minima;
-    int64_t has_tiny;      // whether a value may be less than the least normal number before it is rounded
+    int64_t has_extremes;  // whether a value may be too small or too large for `rounded`
     int64_t factor_groups;  // how many groups of 8-bit scales and minima share a float16 factor; 0: there are none
     int64_t is_exact;       // whether zeros are integers, and products of codes and scales need no rounding
     float codebook[256];
@@ -48,7 +48,11 @@ struct Quantization {
 constexpr int64_t kUnit = 16;  // inputs
 
 // Codes of at most 6 bits have their low four in one part of a unit, and the others in the part that follows it.
-constexpr int code_bits(int64_t kind) { return kind == kNibbles ? 4 : kind == kFives ? 5 : kind == kSixes ? 6 : 8; }
+constexpr int code_bits(int64_t kind) {
+    return kind == kNibbles || kind == kFours ? 4 : kind == kFives ? 5 : kind == kSixes ? 6 : 8;
+}
+// Whether codes are the integers themselves, less a number that zeros take.
+constexpr bool counts_from_zero(int64_t kind) { return kind == kFours || kind == kFives || kind == kSixes; }
 constexpr int64_t unit_bytes_of(int64_t kind) { return kUnit * kPanel * code_bits(kind) / 8; }
 constexpr int64_t kNibbleBytes = unit_bytes_of(kNibbles);
 
@@ -115,9 +119,10 @@ void with_kind(const Quantization& quantization, const Action& action) {
     const bool is_affine = quantization.has_zeros || quantization.has_minima;
 #define KIND(kind) is_affine ? action(Constant<kind>{}, Constant<kAffine>{}) : action(Constant<kind>{}, Constant<kScaled>{})
     switch (quantization.kind) {
-        case kNibbles:
-            if (is_affine && quantization.is_exact) return action(Constant<kNibbles>{}, Constant<kFused>{});
-            return KIND(kNibbles);
+        case kNibbles: return KIND(kNibbles);
+        case kFours:
+            if (quantization.is_exact) return action(Constant<kFours>{}, Constant<kFused>{});
+            return action(Constant<kFours>{}, Constant<kAffine>{});
         case kFives: return action(Constant<kFives>{}, Constant<kFused>{});
         case kSixes: return action(Constant<kSixes>{}, Constant<kFused>{});
         case kIntegers: return KIND(kIntegers);
@@ -152,6 +157,7 @@ inline Vector joined(Words low, Words high, int at, int count) {
 }
 // Of the lowest four bits of each word; the instruction ignores the others.
 inline Vector look_up(const Codebook& codebook, Words words) { return _mm512_permutexvar_ps(words, codebook.values); }
+inline Vector low_nibbles(Words words) { return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(15))); }
 inline Vector from_integers(const char* codes) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
 }
@@ -168,14 +174,6 @@ inline Vector times(Vector a, Vector b) {
     Vector product = _mm512_mul_ps(a, b);
     asm("" : "+v"(product));
     return product;
-}
-// To bfloat16, to nearest even; there is no NaN.
-inline Vector rounded(Vector value) {
-    const __m512i bits = (__m512i)value;
-    const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
-    const __m512i even = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-    const __m512i sum = _mm512_mask_add_epi32(even, is_odd, bits, _mm512_set1_epi32(0x8000));
-    return (Vector)_mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
 }
 inline void store_high_halves(uint16_t* to, Vector value) {
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)value, 16)));
@@ -194,6 +192,7 @@ inline Words next_nibbles(Words words) { return _mm256_srli_epi32(words, 4); }
 inline Words load_half_words(const char* from) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
 }
+inline Vector low_nibbles(Words words) { return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15))); }
 inline Vector joined(Words low, Words high, int at, int count) {
     high = at < 4 ? _mm256_slli_epi32(high, 4 - at) : _mm256_srli_epi32(high, at - 4);
     low = _mm256_and_si256(low, _mm256_set1_epi32(15));
@@ -222,12 +221,6 @@ inline Vector times(Vector a, Vector b) {
     asm("" : "+x"(product));
     return product;
 }
-inline Vector rounded(Vector value) {
-    const __m256i bits = (__m256i)value;
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    return (Vector)_mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
-}
 inline void store_high_halves(uint16_t* to, Vector value) {
     const __m256i high = _mm256_srli_epi32((__m256i)value, 16);
     const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0b1000);
@@ -253,10 +246,13 @@ inline Words load_half_words(const char* from) {
     memcpy(halves, from, sizeof halves);
     return Words{halves[0], halves[1], halves[2], halves[3]};
 }
+inline Vector floats_of(Words codes) {
+    return Vector{float(codes[0]), float(codes[1]), float(codes[2]), float(codes[3])};
+}
+inline Vector low_nibbles(Words words) { return floats_of(words & 15); }
 inline Vector joined(Words low, Words high, int at, int count) {
     high = at < 4 ? high << (4 - at) : high >> (at - 4);
-    const Words code = (low & 15) | (high & ((16 << count) - 16));
-    return Vector{float(code[0]), float(code[1]), float(code[2]), float(code[3])};
+    return floats_of((low & 15) | (high & ((16 << count) - 16)));
 }
 inline Vector look_up(const Codebook& codebook, Words words) {
     return Vector{codebook.values[words[0] & 15], codebook.values[words[1] & 15], codebook.values[words[2] & 15],
@@ -280,17 +276,19 @@ inline Vector from_floats(const char* codes) {
 }
 inline Vector minus(Vector a, Vector b) { return a - b; }
 inline Vector times(Vector a, Vector b) { return a * b; }
-inline Vector rounded(Vector value) {
-    Words bits = (Words)value;
-    bits += (bits >> 16 & 1) + 0x7fff;
-    return (Vector)(bits & 0xffff0000);
-}
 inline void store_high_halves(uint16_t* to, Vector value) {
     const Words bits = (Words)value;
     for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<uint16_t>(bits[lane] >> 16);
 }
 
 #endif
+
+// To bfloat16, to nearest even, of what is not extreme (Veltkamp's splitting, Dekker 1971): the product rounds away what
+// 8 bits do not hold, with one less than 2^16 so that it never needs one more bit, and the difference is exact. A negative
+// zero becomes a positive one, as any sum begins with.
+inline Vector rounded(Vector value) {
+    return multiply_add(value, spread(65536), times(value, spread(-65535)));
+}
 
 // kLanes numbers of a group, from column `at` on.
 inline Vector load_numbers(const char* array, int64_t type, int64_t at) {
@@ -333,8 +331,8 @@ struct Numbers {
                         load_numbers(header + (1 + (quantization.has_zeros != 0)) * panel.array_bytes, type, at);
             }
         }
+        if constexpr (counts_from_zero(kKind)) numbers.zero = minus(numbers.zero, spread(quantization.codebook[0]));
         if constexpr (kForm == kFused) {
-            if (kKind == kFives || kKind == kSixes) numbers.zero = spread(-quantization.codebook[0]);
             if (!quantization.has_minima) numbers.minimum = times(numbers.zero, numbers.scale);
             numbers.minimum = minus(Vector{}, numbers.minimum);
         }
@@ -356,14 +354,24 @@ inline __attribute__((always_inline)) Vector from_bytes(const char* codes, const
     return from_table(codes, quantization.codebook);
 }
 
+template <bool kExtremes>
+inline void store_rounded(uint16_t* to, Vector value) {
+    if constexpr (kExtremes)
+        write(reinterpret_cast<BFloat*>(to), value);
+    else
+        store_high_halves(to, rounded(value));
+}
+
 // Write one input of the columns from `column` on to a panel that is not quantized.
-inline void put_input(Fma<BFloat>, char* panel, int64_t input, int64_t column, Vector rounded) {
-    store_high_halves(reinterpret_cast<uint16_t*>(panel) + input * kPanel + column, rounded);
+template <bool kExtremes>
+inline void put_input(Fma<BFloat>, char* panel, int64_t input, int64_t column, Vector value) {
+    store_rounded<kExtremes>(reinterpret_cast<uint16_t*>(panel) + input * kPanel + column, value);
 }
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-inline void put_input(Matrices, char* panel, int64_t input, int64_t column, Vector rounded) {
+template <bool kExtremes>
+inline void put_input(Matrices, char* panel, int64_t input, int64_t column, Vector value) {
     uint16_t line[kLanes];
-    store_high_halves(line, rounded);
+    store_rounded<kExtremes>(line, value);
     uint16_t* to = reinterpret_cast<uint16_t*>(panel) + (input / 4 * kPanel + column) * 4 + input % 4;
     for (int lane = 0; lane < kLanes; ++lane) to[lane * 4] = line[lane];
 }
@@ -403,6 +411,8 @@ struct ColumnUnits {
                     const int number = half * 8 + input;
                     if constexpr (kMore)
                         take(number, numbers.value(joined(words, more, number * kMore, kMore)));
+                    else if constexpr (counts_from_zero(kKind))
+                        take(number, numbers.value(low_nibbles(words)));
                     else
                         take(number, numbers.value(look_up(codebook, words)));
                 }
@@ -413,7 +423,7 @@ struct ColumnUnits {
         }
     }
 
-    template <int kKind, int kForm, bool kTiny>
+    template <int kKind, int kForm, bool kExtremes>
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
         const Codebook codebook(quantization.codebook);
@@ -425,7 +435,7 @@ struct ColumnUnits {
                     each_input<kKind, kForm>(
                         quantization, codebook, numbers, units + unit * panel.unit_bytes, part,
                         [&](int input, Vector value) {
-                            put_input(Dense(), out, first + unit * kUnit + input, part * kLanes, rounded(value));
+                            put_input<kExtremes>(Dense(), out, first + unit * kUnit + input, part * kLanes, value);
                         });
             }
             first += count * kUnit;
@@ -515,13 +525,14 @@ struct PairUnits {
     template <int kKind>
     static inline Table load_table(const float* codebook) {
         if constexpr (kKind == kFives || kKind == kSixes) return {integers_from(0), integers_from(32)};
+        if constexpr (kKind == kFours) return {_mm512_broadcast_i64x4(_mm512_castsi512_si256(integers_from(0))), __m512i{}};
         const __m256i once = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(codebook));
         return {_mm512_broadcast_i64x4(once), __m512i{}};
     }
     // The bits from `at` on in the place of those above the fourth.
     template <int kKind>
     static inline __attribute__((always_inline)) __m512i look_up(const Table& table, __m512i codes, __m512i more, int at) {
-        if constexpr (kKind == kNibbles) return _mm512_permutexvar_epi16(codes, table.first);
+        if constexpr (code_bits(kKind) == 4) return _mm512_permutexvar_epi16(codes, table.first);
         more = at < 4 ? _mm512_slli_epi16(more, 4 - at) : _mm512_srli_epi16(more, at - 4);
         // Of three bits, the first where the third is set, and else the second.
         codes = _mm512_ternarylogic_epi32(codes, more, _mm512_set1_epi16(15), 0xe4);
@@ -593,15 +604,22 @@ struct PairUnits {
         }
     }
 
+    static inline Vector rounded_extremes(Vector value) {
+        const __m512i bits = (__m512i)value;
+        const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+        const __m512i even = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+        const __m512i sum = _mm512_mask_add_epi32(even, is_odd, bits, _mm512_set1_epi32(0x8000));
+        return (Vector)_mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+    }
     // The instruction that rounds takes numbers below the least normal one for zero, as do those that multiply; but such
     // a number may round to the least normal one.
-    template <bool kTiny>
+    template <bool kExtremes>
     static inline __attribute__((always_inline)) __m512i narrow(Vector low, Vector high) {
-        if constexpr (kTiny) low = rounded(low), high = rounded(high);
+        if constexpr (kExtremes) low = rounded_extremes(low), high = rounded_extremes(high);
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
 
-    template <int kKind, int kForm, bool kTiny>
+    template <int kKind, int kForm, bool kExtremes>
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
         const Table table = load_table<kKind>(quantization.codebook);
@@ -613,8 +631,8 @@ struct PairUnits {
                 char* to = out + input / 32 * 2048 + input % 32 / 2 * 64;
                 each_pair(quantization, table, numbers, units, 0,
                           [&](int pair, int, const Vector (&values)[kVectors]) {
-                              _mm512_store_si512(to + pair * 64, narrow<kTiny>(values[0], values[1]));
-                              _mm512_store_si512(to + 1024 + pair * 64, narrow<kTiny>(values[2], values[3]));
+                              _mm512_store_si512(to + pair * 64, narrow<kExtremes>(values[0], values[1]));
+                              _mm512_store_si512(to + 1024 + pair * 64, narrow<kExtremes>(values[2], values[3]));
                           });
             }
         });
@@ -722,7 +740,7 @@ struct Quantized : Base {
     }
 
     static bool takes_few_rows(const Blocks<Quantized>& x, const Quantization& quantization) {
-        return x.rows <= kFewRows && x.k % 32 == 0 && !quantization.has_tiny && quantization.kind != kTable;
+        return x.rows <= kFewRows && x.k % 32 == 0 && !quantization.has_extremes && quantization.kind != kTable;
     }
 
     // How many panels are multiplied together where there are as many.
@@ -762,9 +780,9 @@ struct Quantized : Base {
         for (int64_t first = 0; first < x.k; first += chunk) {
             const Range inputs{first, smaller(x.k, first + chunk)};
             with_kind(quantization, [&](auto kind, auto form) {
-                constexpr int kFormOfTiny = kind.value == kFives || kind.value == kSixes ? kFused : kAffine;
-                if (quantization.has_tiny)
-                    Units::template dequantise<kind.value, kFormOfTiny, true>(quantization, panel, weight, inputs, dense);
+                constexpr int kSlowForm = kind.value == kFives || kind.value == kSixes ? kFused : kAffine;
+                if (quantization.has_extremes)
+                    Units::template dequantise<kind.value, kSlowForm, true>(quantization, panel, weight, inputs, dense);
                 else
                     Units::template dequantise<kind.value, form.value, false>(quantization, panel, weight, inputs, dense);
             });
