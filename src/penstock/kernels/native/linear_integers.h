@@ -21,6 +21,8 @@ using InputByte = uint8_t;
 constexpr int kOffset = 128;
 #endif
 
+typedef int32_t Integers __attribute__((vector_size(kLanes * 4), may_alias));
+
 struct IntegerSums {
     using Element = BFloatKernel::Element;
     static constexpr int64_t kRows = 8;
@@ -40,6 +42,17 @@ struct IntegerSums {
     static bool multiplies_bytes() {
         static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
         return has_vnni;
+    }
+#elif defined(__AVX2__)
+    // The same of AVX-VNNI and AVX2, which compilers cannot test for by name: leaf 7.1, EAX bit 4.
+    static bool multiplies_bytes() {
+        static const bool has_vnni = identify(7, 0) >= 1 && (identify(7, 1) >> 4 & 1);
+        return has_vnni;
+    }
+    static uint32_t identify(uint32_t leaf, uint32_t part) {
+        uint32_t b, d;
+        __asm__ volatile("cpuid" : "+a"(leaf), "=b"(b), "+c"(part), "=d"(d));
+        return leaf;
     }
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     static constexpr bool multiplies_bytes() { return true; }
@@ -120,30 +133,49 @@ struct IntegerSums {
         }
     }
 
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
+#define MULTIPLIES_BYTES target("avx512vnni")
+    static inline __attribute__((always_inline, MULTIPLIES_BYTES)) Integers add_products(Integers sum, Integers x,
+                                                                                         Integers weight) {
+        return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)weight);
+    }
+#else
+#define MULTIPLIES_BYTES target("avxvnni")
+    static inline __attribute__((always_inline, MULTIPLIES_BYTES)) Integers add_products(Integers sum, Integers x,
+                                                                                         Integers weight) {
+        return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)weight);
+    }
+#endif
+
     template <int kCount>
-    static __attribute__((noinline, target("avx512vnni"))) void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
-        __m512i low[kCount], high[kCount];
-        for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_si512();
-        const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
-        const char* weight = tile.weight + kHeaderBytes;
-        const char* end = weight + tile.k * kPanel;
-        const __m512i* column_sums = reinterpret_cast<const __m512i*>(tile.weight + kPanel * 4);
+    static __attribute__((noinline, MULTIPLIES_BYTES)) void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
+        // So many that their sums fit the registers.
+        constexpr int kVectors = kPanel / kLanes, kSome = kLanes == 16 || kCount <= 3 ? kVectors : kCount <= 6 ? 2 : 1;
+        const Integers* column_sums = reinterpret_cast<const Integers*>(tile.weight + kPanel * 4);
         Prefetch prefetch = tile.prefetch;
-        for (; weight < end; weight += 128, x += kCount) {
-            prefetch.advance();
-            const __m512i left = _mm512_load_si512(weight), right = _mm512_load_si512(weight + 64);
-            for (int row = 0; row < kCount; ++row) {
-                const __m512i four = _mm512_set1_epi32(x[row]);
-                low[row] = _mm512_dpbusd_epi32(low[row], four, left);
-                high[row] = _mm512_dpbusd_epi32(high[row], four, right);
+        for (int first = 0; first < kVectors; first += kSome, prefetch.step = 0) {
+            Integers all[kCount][kSome];
+            for (int row = 0; row < kCount; ++row)
+                for (int part = 0; part < kSome; ++part) all[row][part] = Integers{};
+            const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
+            const Integers* weight = reinterpret_cast<const Integers*>(tile.weight + kHeaderBytes) + first;
+            for (int64_t input = 0; input < tile.k; input += 4, weight += kVectors, x += kCount) {
+                prefetch.advance();
+                for (int row = 0; row < kCount; ++row) {
+                    const Integers four = Integers{} + x[row];
+                    for (int part = 0; part < kSome; ++part)
+                        all[row][part] = add_products(all[row][part], four, weight[part]);
+                }
             }
-        }
-        for (int row = 0; row < kCount; ++row) {
-            _mm512_store_si512(sums + row * kPanel, _mm512_sub_epi32(low[row], column_sums[0]));
-            _mm512_store_si512(sums + row * kPanel + 16, _mm512_sub_epi32(high[row], column_sums[1]));
+            for (int row = 0; row < kCount; ++row)
+                for (int part = 0; part < kSome; ++part) {
+                    const Integers sum = all[row][part] - column_sums[first + part];
+                    memcpy(sums + row * kPanel + (first + part) * kLanes, &sum, sizeof sum);
+                }
         }
     }
+#undef MULTIPLIES_BYTES
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     // Products of 2 rows by 2 columns, each of 8 inputs, for 8 columns at a time.
     template <int kCount>
@@ -234,7 +266,7 @@ struct IntegerSums {
         if constexpr (kCount > 1)
             if (tile.rows < kCount) return run<kCount - 1>(tile);
         alignas(64) int32_t sums[kCount * kPanel];
-#if defined(__AVX512F__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
         if (multiplies_bytes())
             sum_bytes<kCount>(tile, sums);
         else
