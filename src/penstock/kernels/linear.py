@@ -213,10 +213,10 @@ def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
         if _counts_up(codebook, 4) and (weight.minima is None or codebook[0] == 0):
             return _Kind.FOURS, 0
         return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
-    if weight.bits in (5, 6) and weight.zeros is None and (weight.minima is None or codebook[0] == 0):
-        # The kernels fuse what is exact.
-        if weight.scales.dtype != torch.float32 and _counts_up(codebook, weight.bits):
-            return (_Kind.FIVES if weight.bits == 5 else _Kind.SIXES), 0
+    # The kernels fuse what is exact.
+    is_short = weight.bits in (5, 6) and weight.zeros is None and weight.scales.dtype != torch.float32
+    if is_short and _counts_up(codebook, weight.bits) and (weight.minima is None or codebook[0] == 0):
+        return (_Kind.FIVES if weight.bits == 5 else _Kind.SIXES), 0
     is_e4m3 = torch.equal(codebook.nan_to_num(), E4M3.nan_to_num())
     if is_e4m3 and weight.zeros is None and (weight.scales.abs() < _LARGEST_SCALE).all():
         return _Kind.FLOATS, 0

@@ -154,9 +154,7 @@ class QuantizedWeight:
         return out
 
     def has_extreme_values(self) -> bool:
-        """Whether a value, before it is rounded to bfloat16, is less than the least normal float32 and not zero, or may be
-        2**100 or more.
-        """
+        """Whether a value before it is rounded may be 2**100 or more, or less than the least normal one and not 0."""
         if self.factors is not None:
             return self._multiplied().has_extreme_values()
         most = [0.0 if each is None or not each.numel() else each.abs().max().item() for each in self._numbers]
