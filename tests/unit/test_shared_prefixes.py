@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
-from penstock.core.remote_kv import SHARED_LOAD_PATIENCE, KVTransfer
+from penstock.core.remote_kv import MAX_FAILED_LOADS, SHARED_LOAD_PATIENCE, KVTransfer
 from penstock.core.scheduler import Scheduler
 from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
 from penstock.kv_transfer.null import NullSchedulerConnector
@@ -83,12 +83,16 @@ class Engine:
 
 
 def make_engine(
-    is_async: bool = True, num_blocks: int = 80, num_groups: int = 1, config: SchedulerConfig = CONFIG
+    is_async: bool = True,
+    num_blocks: int = 80,
+    num_groups: int = 1,
+    config: SchedulerConfig = CONFIG,
+    policy: str = "recompute",
 ) -> Engine:
     group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
     kv = KVCacheManager(KVCacheConfig(num_blocks, 4, (group,) * num_groups), enable_prefix_caching=True)
     connector, clock = LoadingConnector(is_async), ManualClock()
-    scheduler = Scheduler(config, kv, None, KVTransfer(connector, load_timeout=TIMEOUT, clock=clock))
+    scheduler = Scheduler(config, kv, None, KVTransfer(connector, policy, TIMEOUT, clock))
     return Engine(scheduler, connector, clock, kv)
 
 
@@ -184,3 +188,23 @@ def test_blocks_loaded_in_the_step_that_computes_the_rest_are_waited_for() -> No
     engine.end_load("first")
     engine.process(plan)
     assert engine.step() == {"first": 1, "second": 1}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_request_whose_loaded_kv_is_always_evicted_computes_it(policy: str) -> None:
+    """While it loads, those behind it take the blocks that it needs to run, and more when it has loaded."""
+    engine = make_engine(num_blocks=6, policy=policy)
+    engine.add("loads", is_remote=True)
+    loads: dict[TransferId, None] = {}
+    for number in range(100, 2000, 100):
+        engine.add(f"behind {number}", is_remote=False, prompt=range(number, number + 7))
+        for _ in range(4):
+            computed = engine.step()
+            if "loads" in computed:
+                assert len(loads) == MAX_FAILED_LOADS
+                assert computed["loads"] > 1, "the last load was evicted too"
+                return
+            if engine.connector.loads["loads"] not in loads:
+                loads[engine.connector.loads["loads"]] = None
+                engine.end_load("loads")
+    pytest.fail(f"it has loaded {len(loads)} times and never run")

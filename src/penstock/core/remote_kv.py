@@ -100,10 +100,7 @@ class RemoteKV:
         self.has_news = False
         """Whether the last step's result has ended a load or released blocks."""
         self._num_rounds = 0
-        self._num_loads = 0
-        self._num_failed = 0
-        self._num_timeouts = 0
-        self._num_loaded_tokens = 0
+        self._num_loads = self._num_failed = self._num_timeouts = self._num_loaded_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -150,6 +147,11 @@ class RemoteKV:
 
         Raises RequestFailedError.
         """
+        if hit.num_tokens < request.num_loaded_tokens:
+            # What was loaded is gone, and has brought no token. That is a failure: while the request loads again, those
+            # behind it may take the blocks that it needs to run, every time.
+            request.num_failed_loads += 1
+            request.num_loaded_tokens = 0
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
             return NO_MATCH
         if self._is_quarantine_full or self._is_someone_starving:
@@ -195,12 +197,11 @@ class RemoteKV:
 
     @property
     def _is_someone_starving(self) -> bool:
-        if self._starving:
-            self._starving = {
-                request: (num_tokens, num_ended)
-                for request, (num_tokens, num_ended) in self._starving.items()
-                if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
-            }
+        self._starving = {
+            request: (num_tokens, num_ended)
+            for request, (num_tokens, num_ended) in self._starving.items()
+            if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
+        }
         return bool(self._starving)
 
     @property
@@ -294,6 +295,7 @@ class RemoteKV:
         if load.is_async:
             bad = self._bad_blocks(event.bad_ranges)
             self._num_loaded_tokens += self._kv.publish_loaded(request, load.first, load.end, bad)
+            request.num_loaded_tokens = 0 if event.bad_ranges else load.end * self._kv.block_size
             self._kv.release(request, fence=0)
             request.set_status(RequestStatus.WAITING)
         elif not event.bad_ranges:

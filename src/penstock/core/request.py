@@ -57,7 +57,8 @@ class Request:
 
     A request that continues given output begins like a preempted one that had generated it.
 
-    `num_last_accepted` is how many drafts of the last processed step were accepted.
+    `num_last_accepted` is how many drafts of the last processed step were accepted. `num_loaded_tokens` of its
+    tokens were in the cache when the last load for it ended, unless it has gained a token since.
 
     `num_samples_in_flight` counts the steps in flight that sample for it, `last_sampling_step` is the newest of them.
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
@@ -82,7 +83,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_tokens_at_admission = 0
         self.admission = 0
-        self.num_failed_loads = 0
+        self.num_failed_loads = self.num_loaded_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_hashes: list[BlockHash] = []
@@ -176,9 +177,8 @@ class Request:
         """Drops its KV and all results in flight, and keeps its tokens."""
         self.set_status(RequestStatus.PREEMPTED)
         self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0
+        self.num_in_flight_tokens = self.num_samples_in_flight = 0
         self.num_output_placeholders = 0
-        self.num_samples_in_flight = 0
         self.num_drafts = 0
         self.num_last_accepted = 0
         self.prompt_logprobs.clear()
@@ -239,6 +239,7 @@ class Request:
 
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
+        self.num_loaded_tokens = 0
         if (len(self.token_ids) - self._num_tokens_ahead) % self._block_size == 0:
             self._extend_hashes()
 
