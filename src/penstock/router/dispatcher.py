@@ -111,8 +111,7 @@ class Routed:
     model's name, empty if any will do. `client`: whose request it is (`router.waiting`). `is_timed`: the first part of
     its answer comes with the first token.
     `token_ids`: the prompt, if it is known, and `cached` the number of its tokens that instances have, by URL.
-    `num_loading`: how many tokens the target loads from another instance, which it could do from `loads_since` on;
-    `is_shared`: that one has them.
+    `num_loading`: how many tokens the target loads from another instance, which it could do from `loads_since` on.
     `num_lost`: how many times an instance may have died of it.
     """
 
@@ -135,7 +134,6 @@ class Routed:
     computes_itself: bool = False
     num_loading: int = 0
     loads_since: float | None = None
-    is_shared: bool = False
 
     def num_missing(self, url: str) -> int:
         """Returns how many tokens of the prompt the instance does not have."""
@@ -274,7 +272,7 @@ class Dispatcher:
     def _measure_share(self, request: Routed, now: float) -> None:
         """Called when an instance has offered KV that it has, or has failed to, which costs as much time."""
         lease = request.prefill
-        if request.is_shared and lease is not None and lease.is_open:
+        if lease is not None and lease.member.instance.role is Role.SERVE and lease.is_open:
             lease.member.shares.add(request.num_loading, now - lease.since, now)
 
     def _measure(self, request: Routed, target: Lease, now: float) -> None:
@@ -429,7 +427,6 @@ class Dispatcher:
         request.target = self.pool.lease(target, by_target, now)
         request.prefill = None if prefill is None else self.pool.lease(prefill, 0 if is_shared else by_prefill, now)
         request.num_loading = missing - by_target
-        request.is_shared = is_shared
         num_cached = request.num_prompt_tokens - (by_prefill if prefill and not is_shared else missing)
         return Plan(target.instance, computing, prefill and prefill.instance, num_cached, num_shared)
 
@@ -440,7 +437,6 @@ class Dispatcher:
             if lease is not None:
                 self.pool.release(lease)
         request.target = request.prefill = request.loads_since = None
-        request.is_shared = False
         request.num_loading = 0
         self._end_self_prefill(request)
 
