@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +325,23 @@ def test_copies_of_a_killed_process_are_removed(tmp_path: Path, monkeypatch: pyt
     for store in stores:
         store.close()
     assert os.listdir(tmp_path / "tmp") == ["penstock-lora-link"]
+
+
+def test_a_new_folder_that_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is locked, it looks like one that a killed process has left."""
+    made: list[str] = []
+    make = tempfile.mkdtemp
+
+    def make_and_lose(*args: Any, **options: Any) -> str:
+        made.append(make(*args, **options))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(adapters.tempfile, "mkdtemp", make_and_lose)
+    store = make_store()
+    adapter = store.load("a", str(write_adapter(tmp_path / "a", SIZES)))
+    assert Path(adapter.folder).parent == Path(made[1])
+    store.close()

@@ -121,8 +121,7 @@ class AdapterStore:
 
     def unload(self, name: str) -> None:
         """Ends the use of a name; requests that have its adapter continue. Raises RequestError for an unknown name."""
-        adapter = self._by_name.pop(name, None)
-        if adapter is None:
+        if self._by_name.pop(name, None) is None:
             raise RequestError(f"there is no adapter {name!r}", "lora_name")
         del self._paths[name]
 
@@ -193,12 +192,13 @@ def _make_folder() -> tuple[Path, int]:
                 os.close(lock)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Until it was locked, another process may have taken it for an abandoned one.
-        if folder.is_dir():
-            return folder, lock
-        os.close(lock)
+        # Until it is locked, another process may take it for an abandoned one, and remove it.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return folder, lock
+            os.close(lock)
 
 
 def _remove_folder(folder: Path, lock: int) -> None:
