@@ -324,9 +324,15 @@ def report_transfers(
         for way in WAYS:
             digested, plain = (statistics.median(moved[length, way, each] or [math.nan]) for each in ("all", "off"))
             row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", way]
-            row += [f"{1e3 * digested:.1f}", f"{num_bytes / digested / 1e9:.2f}"]
-            row += [f"{1e3 * plain:.1f}", f"{num_bytes / plain / 1e9:.2f}", f"{(digested - plain) / prefill:.1%}"]
+            row += [_cell(1e3 * digested, ".1f"), _cell(num_bytes / digested / 1e9, ".2f")]
+            row += [_cell(1e3 * plain, ".1f"), _cell(num_bytes / plain / 1e9, ".2f")]
+            row.append(_cell((digested - plain) / prefill, ".1%"))
             print(f"| {' | '.join(map(str, row))} |")
+
+
+def _cell(value: float, form: str) -> str:
+    """Returns an empty cell for what was not measured."""
+    return "" if math.isnan(value) else format(value, form)
 
 
 # ---- Beginnings from another instance ----
