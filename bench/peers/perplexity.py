@@ -32,6 +32,7 @@ LogProbabilities = Callable[[list[int]], list[float]]
 
 def prepare(folder: Path, text: Path) -> None:
     import gguf
+    import gguf_header
     from safetensors import safe_open
 
     from penstock import LLM
@@ -48,21 +49,8 @@ def prepare(folder: Path, text: Path) -> None:
     demo = Path(quality.__file__).parents[1] / "src" / "penstock" / "demo"
     config = json.loads((demo / "config.json").read_text())
     writer = gguf.GGUFWriter(str(folder / "bf16.gguf"), "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
-    writer.add_token_merges(["t 0"])
+    gguf_header.describe(writer, config)
+    gguf_header.describe_heads(writer, config, config["head_dim"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     with safe_open(demo / "model.safetensors", "pt") as stored:
         for name in stored.keys():  # noqa: SIM118 - it is no dictionary
@@ -72,10 +60,7 @@ def prepare(folder: Path, text: Path) -> None:
             values = stored.get_tensor(name).float().numpy()
             kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else gguf.GGMLQuantizationType.BF16
             writer.add_tensor(own, gguf.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_header.write(writer)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import gguf_header
 import llama_cpp
 import numpy as np
 from gguf_mixes import MIXES, quantized
@@ -64,10 +65,7 @@ class Checkpoint:
             self._norm("post_attention_norm.weight" if self.interval else "ffn_norm.weight", self.hidden)
             has_experts = self.num_experts and layer >= self.config.get("first_k_dense_replace", 0)
             self._experts() if has_experts else self._dense("", self.config["intermediate_size"])
-        self._writer.write_header_to_file()
-        self._writer.write_kv_data_to_file()
-        self._writer.write_tensors_to_file()
-        self._writer.close()
+        gguf_header.write(self._writer)
 
     def _mix(self, layer: int) -> None:
         if self.interval and (layer + 1) % self.interval:
@@ -83,19 +81,7 @@ class Checkpoint:
 
     def _describe(self) -> None:
         config, writer = self.config, self._writer
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(self.hidden)
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        rope = config.get("rope_parameters", config)
-        writer.add_rope_freq_base(rope["rope_theta"])
-        writer.add_vocab_size(config["vocab_size"])
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
-        writer.add_token_merges(["t 0"])
+        gguf_header.describe(writer, config)
         if self.is_latent:
             rope, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
             writer.add_head_count_kv(1)
@@ -108,10 +94,9 @@ class Checkpoint:
                 writer.add_q_lora_rank(config["q_lora_rank"])
             writer.add_rope_dimension_count(rope)
         else:
-            writer.add_head_count_kv(config["num_key_value_heads"])
-            writer.add_key_length(self.head)
-            writer.add_value_length(self.head)
-            writer.add_rope_dimension_count(int(self.head * rope.get("partial_rotary_factor", 1.0)))
+            gguf_header.describe_heads(writer, config, self.head)
+            part = config.get("rope_parameters", config).get("partial_rotary_factor", 1.0)
+            writer.add_rope_dimension_count(int(self.head * part))
             if self.interval:
                 self._describe_recurrence()
             if config.get("sliding_window"):
