@@ -127,8 +127,13 @@ def test_every_limit_is_enforced_and_named(url: str, path: str) -> None:
 
 
 def test_limits_that_concern_several_fields(url: str) -> None:
-    many = {"prompt": ["a"] * limits.MAX_PROMPTS, "n": 5, "temperature": 1, "max_tokens": 1}
-    assert refused(*call(url + COMPLETIONS, many))["param"] == "n"
+    one_too_many = {"prompt": ["a"] * 25, "n": 41, "temperature": 1, "max_tokens": 1}
+    error = refused(*call(url + COMPLETIONS, one_too_many))
+    assert error["param"] == "n"
+    assert "25 prompts times n=41 exceed 1024 completions" in error["message"]
+    status, answer = call(url + COMPLETIONS, {**one_too_many, "prompt": ["a"] * 16, "n": 64})
+    assert status == 200
+    assert [choice["index"] for choice in answer["choices"]] == list(range(1024))
     assert refused(*call(url + COMPLETIONS, {"prompt": "a", "prompt_token_ids": [1]}))["param"] == "prompt_token_ids"
     assert refused(*call(url + COMPLETIONS, {"prompt": [MAX_MODEL_LEN] * MAX_MODEL_LEN}))["param"] == "prompt"
     chosen = {"messages": SUM, "tools": [WEATHER_TOOL], "tool_choice": {"function": {"name": "other"}}}

@@ -349,6 +349,28 @@ def test_completions_are_reported_and_end_one_by_one() -> None:
         ReportedStream(3).feed(report_line(ReportKind.TOKENS, [1], 3) + b"data: a\n\n", False)
 
 
+@pytest.mark.parametrize(("num_completions", "is_followed"), [(1024, True), (1025, False)])
+def test_the_completions_that_the_router_follows_are_bounded(num_completions: int, is_followed: bool) -> None:
+    """It keeps the tokens of each, and a request may name any number: beyond the bound, a report of one is an error."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", STREAM_HEADER: NAME})
+        await response.prepare(request)
+        await response.write(report_line(ReportKind.TOKENS, [1], num_completions - 1) + chunk(1))
+        return response
+
+    async def check() -> None:
+        async with routed(serve(answer)) as client:
+            asking = ask(client, {**BODY, "n": num_completions})
+            if is_followed:
+                assert await asking == chunk(1)
+            else:
+                with pytest.raises(aiohttp.ClientError):
+                    await asking
+
+    run(check)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_other_apis_continue_too_and_whole_answers_begin_again(path: str) -> None:
     async def check() -> None:
