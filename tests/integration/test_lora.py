@@ -27,6 +27,8 @@ from penstock import (
     SamplingParams,
 )
 from penstock.config.model_path import resolve_model_path
+from penstock.messages.adapters import Adapter
+from penstock.models.lora import LoraModel
 from tests.integration.checkpoints import COMMON, make_checkpoint
 from tests.integration.raw_http import call
 from tests.integration.server_process import serve
@@ -196,6 +198,32 @@ def test_an_adapter_that_cannot_be_read_again_fails_its_requests_alone(adapters:
     assert llm.generate([prompt], params, use_tqdm=False, lora_request=one)[0].error is not None
     llm.generate([prompt], params, use_tqdm=False, lora_request=replace(one, lora_name="again"))
     assert Adapters.answers(llm, [requests()[0]], [one]) == [adapters.expected[1][0]]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_adapter_that_one_rank_cannot_load_fails_its_requests_alone(
+    adapters: Adapters, ranks: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = adapters.engine(distributed_executor_backend="uniproc", **{ranks: 2})
+    (prompt, params), lost, other = requests()[0], *adapters.loras[1:]
+    load, loading = LoraModel.load, dict[LoraModel, None]()
+
+    def load_or_fail(model: LoraModel, slot: int, adapter: Adapter) -> None:
+        loading[model] = None
+        if lost is not None and adapter.name == lost.lora_name and list(loading).index(model) == failing:
+            raise OSError("no space")
+        load(model, slot, adapter)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LoraModel, "load", load_or_fail)
+        for _ in range(2):
+            outputs = llm.generate([prompt] * 3, params, use_tqdm=False, lora_request=[lost, other, None])
+            assert "cannot be loaded: no space" in str(outputs[0].error)
+            assert [answer(each) for each in outputs[1:]] == [adapters.expected[2][0], adapters.expected[0][0]]
+            llm.check_integrity()
+    assert Adapters.answers(llm, [requests()[0]], [lost]) == [adapters.expected[1][0]]
     llm.shutdown()
 
 

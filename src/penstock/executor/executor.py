@@ -282,14 +282,14 @@ def _calls(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]
 
 
 def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) -> ModelRunnerOutput:
-    """Returns the sampling rank's output with the reports of all ranks about KV and experts."""
-    sampled = outputs[output_rank]
-    moved = aggregate(output.kv_connector_output for output in outputs)
-    if moved != sampled.kv_connector_output:
-        sampled = replace(sampled, kv_connector_output=moved)
-    if any(output.experts is not NO_EXPERTS for output in outputs):
-        sampled = replace(sampled, experts=unite_experts([output.experts for output in outputs]))
-    return sampled
+    """Returns the sampling rank's output with what all ranks report about KV, experts and failed requests."""
+    experts = [output.experts for output in outputs if output.experts is not NO_EXPERTS]
+    return replace(
+        outputs[output_rank],
+        kv_connector_output=aggregate(output.kv_connector_output for output in outputs),
+        failed_requests={name: error for output in outputs for name, error in output.failed_requests.items()},
+        experts=unite_experts(experts) if experts else NO_EXPERTS,
+    )
 
 
 def unite_experts(outputs: Sequence[ExpertsOutput]) -> ExpertsOutput:

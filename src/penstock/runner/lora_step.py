@@ -1,7 +1,7 @@
 """A rank's part in LoRA: it loads adapters as the plans order, and tells the layers which rows have which one.
 
-An adapter that cannot be loaded fails the requests that have it, and nothing else; a later step that has such requests
-tries again. Where other ranks might have loaded it, the error ends the engine instead.
+An adapter that cannot be loaded fails the requests that have it, and nothing else, also if other ranks have loaded it.
+A later step that has such requests tries again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ logger = logging.get_logger(__name__)
 class LoraStep:
     """Lifecycle: one is built with the runner. Threading: the runner's thread."""
 
-    def __init__(self, lora: LoraModel, rows: Rows, has_others: bool) -> None:
-        """`has_others`: other ranks compute parts of the model."""
+    def __init__(self, lora: LoraModel, rows: Rows) -> None:
         self._lora = lora
         self._rows = rows
-        self._has_others = has_others
         # The errors, and the loads that are tried again, by slot.
         self._errors: dict[int, tuple[str, AdapterLoad]] = {}
         self._failed: dict[str, str] = {}  # the requests of the current step
@@ -57,8 +55,6 @@ class LoraStep:
         try:
             self._lora.load(load.slot, load.adapter)
         except Exception as error:
-            if self._has_others:
-                raise
             logger.exception("the adapter %r cannot be loaded", load.adapter.name)
             self._lora.clear(load.slot)
             message = (
@@ -68,7 +64,7 @@ class LoraStep:
             self._errors[load.slot] = (message, load)
 
     def finish(self, output: PendingOutput) -> PendingOutput:
-        """Returns the step's output, with the errors of requests whose adapters are not there."""
+        """Returns the rank's output, with the errors of requests whose adapters are not here."""
         return _Failing(output, self._failed) if self._failed else output
 
 

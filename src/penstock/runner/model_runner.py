@@ -25,12 +25,13 @@ from penstock.runner.expert_mover import ExpertStep
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.lora_step import LoraStep
-from penstock.runner.outputs import PendingOutput, ReadyOutput
+from penstock.runner.outputs import PendingOutput, ReadyOutput, StepOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.step_end import ExecuteModelState, StepEnd
 
 BYTE_OF_NAN = 0xFF
 """A number of such bytes is NaN in every floating-point type."""
+_NO_TOKENS = StepOutput(ReadyOutput(ModelRunnerOutput()))
 
 
 class Forward(Protocol):
@@ -92,9 +93,7 @@ class ModelRunner:
         end = partial(self.end.finish, state, grammars) if state is not None else _no_output
         output, finished = self.kv_step.run_sampling(end)
         experts = self.experts.end()
-        if output is None:
-            return ReadyOutput(ModelRunnerOutput(kv_connector_output=finished, experts=experts))
-        output = replace(output, kv_connector_output=finished, experts=experts)
+        output = replace(output or _NO_TOKENS, kv_connector_output=finished, experts=experts)
         return output if self.lora is None else self.lora.finish(output)
 
     @property

@@ -91,7 +91,7 @@ def make_runner(
         kv_step=kv_step,
         experts=experts,
         poisoned=poisoned,
-        lora=None if loaded.lora is None else LoraStep(loaded.lora, states.rows, links.has_others),
+        lora=None if loaded.lora is None else LoraStep(loaded.lora, states.rows),
         max_drafts_in_flight=limits.max_num_drafts * limits.max_steps_ahead if debug else None,
     )
 
