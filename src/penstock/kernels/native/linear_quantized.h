@@ -377,19 +377,42 @@ inline void put_input(Matrices, char* panel, int64_t input, int64_t column, Vect
 }
 #endif
 
+// Eight codes, the first in the lowest bits.
+inline uint64_t load_codes(const uint8_t* codes) {
+    uint64_t word;
+    memcpy(&word, codes, sizeof word);
+    return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? word : __builtin_bswap64(word);
+}
+// The lowest kBits of every kField bits, one after another.
+template <int kBits, int kField>
+inline uint64_t low_bits(uint64_t fields) {
+    if constexpr (kField == 64)
+        return fields & ((uint64_t{1} << kBits) - 1);
+    else {
+        fields &= ~uint64_t{0} / ((uint64_t{1} << kField) - 1) * ((uint64_t{1} << kBits) - 1);
+        return low_bits<kBits * 2, kField * 2>(fields | fields >> (kField - kBits));
+    }
+}
+
 // Units for kernels that take vectors of columns: 4 bits are [2][32 columns] words, of 8 inputs each, one or two bits more
 // [32 columns] half words or words, of 16 inputs each, and 8 bits are [16][32 columns].
 template <class Dense>
 struct ColumnUnits {
-    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, int bits) {
-        if (bits == 8) {
-            unit[input * kPanel + column] = static_cast<char>(code);
-            return;
+    template <int kBits>
+    static inline __attribute__((always_inline)) void store_codes(char* unit, int64_t column, const uint8_t* codes) {
+        if constexpr (kBits == 8) {
+            for (int64_t input = 0; input < kUnit; ++input) unit[input * kPanel + column] = static_cast<char>(codes[input]);
+        } else {
+            uint32_t more = 0;
+            for (int half = 0; half < 2; ++half) {
+                const uint64_t some = load_codes(codes + half * 8);
+                reinterpret_cast<uint32_t*>(unit)[half * kPanel + column] = static_cast<uint32_t>(low_bits<4, 8>(some));
+                if constexpr (kBits > 4)
+                    more |= static_cast<uint32_t>(low_bits<kBits - 4, 8>(some >> 4)) << half * 8 * (kBits - 4);
+            }
+            if constexpr (kBits == 5) reinterpret_cast<uint16_t*>(unit + kNibbleBytes)[column] = static_cast<uint16_t>(more);
+            if constexpr (kBits == 6) reinterpret_cast<uint32_t*>(unit + kNibbleBytes)[column] = more;
         }
-        reinterpret_cast<uint32_t*>(unit)[input / 8 * kPanel + column] |= (code & 15) << input % 8 * 4;
-        char* more = unit + kNibbleBytes;
-        if (bits == 5) reinterpret_cast<uint16_t*>(more)[column] |= static_cast<uint16_t>(code >> 4 << input);
-        if (bits == 6) reinterpret_cast<uint32_t*>(more)[column] |= code >> 4 << input * 2;
     }
 
     static constexpr int kVectors = kPanel / kLanes;
@@ -500,16 +523,27 @@ struct ColumnUnits {
 // bits more are [2 halves of the columns] half words in the same order, with the codes of 8 pairs each, and one bit more
 // is the first byte of a half word for the first half of the columns, and the second for the other.
 struct PairUnits {
-    static void store_code(char* unit, int64_t column, int64_t input, uint32_t code, int bits) {
-        const int64_t pair = input / 2, half = column / 16, lane = (column % 8 * 2 + input % 2) * 2 + column % 16 / 8;
-        if (bits == 8) {
-            unit[pair * 2 * kPanel + column * 2 + input % 2] = static_cast<char>(code);
-            return;
+    template <int kBits>
+    static inline __attribute__((always_inline)) void store_codes(char* unit, int64_t column, const uint8_t* codes) {
+        if constexpr (kBits == 8) {
+            for (int64_t pair = 0; pair < 8; ++pair) memcpy(unit + (pair * kPanel + column) * 2, codes + pair * 2, 2);
+        } else {
+            const int64_t half = column / 16;
+            const uint64_t first = load_codes(codes), second = load_codes(codes + 8);
+            for (int64_t input = 0; input < 2; ++input) {
+                const int64_t lane = (column % 8 * 2 + input) * 2 + column % 16 / 8;
+                // One input of every pair.
+                const uint64_t some = low_bits<8, 16>(first >> input * 8) | low_bits<8, 16>(second >> input * 8) << 32;
+                const auto half_words = reinterpret_cast<uint16_t*>(unit), more = half_words + kNibbleBytes / 2;
+                const uint64_t low = low_bits<4, 8>(some);
+                half_words[half * 32 + lane] = static_cast<uint16_t>(low);
+                half_words[64 + half * 32 + lane] = static_cast<uint16_t>(low >> 16);
+                if constexpr (kBits == 5)
+                    reinterpret_cast<uint8_t*>(more + lane)[half] = static_cast<uint8_t>(low_bits<1, 8>(some >> 4));
+                if constexpr (kBits == 6)
+                    more[half * 32 + lane] = static_cast<uint16_t>(low_bits<2, 8>(some >> 4));
+            }
         }
-        const auto half_words = reinterpret_cast<uint16_t*>(unit), more = half_words + kNibbleBytes / 2;
-        half_words[pair / 4 * 64 + half * 32 + lane] |= static_cast<uint16_t>((code & 15) << pair % 4 * 4);
-        if (bits == 5) more[lane] |= static_cast<uint16_t>(code >> 4 << (half * 8 + pair));
-        if (bits == 6) more[half * 32 + lane] |= static_cast<uint16_t>(code >> 4 << pair * 2);
     }
 
     // What a code is before it is scaled, in bfloat16, which has all of these numbers: the entries of the codebook, twice,
@@ -712,29 +746,56 @@ struct Quantized : Base {
         const QuantizedPanel panel(quantization, k);
         const int64_t size = panel.array_bytes / kPanel, kinds = panel.factor_bytes / kPanel / 2;
         const int bits = code_bits(quantization.kind);
-        memset(weight, 0, panel.bytes());
+        const auto put_numbers = size == 1 ? put_column<uint8_t> : size == 2 ? put_column<uint16_t> : put_column<uint32_t>;
+        const auto put_codes = bits == 4   ? put_units<4>
+                               : bits == 5 ? put_units<5>
+                               : bits == 6 ? put_units<6>
+                                           : put_units<8>;
+        if (columns < kPanel) memset(weight, 0, panel.bytes());
         for (int64_t group = 0; group < panel.groups; ++group) {
             if (panel.factor_groups && group % panel.factor_groups == 0) {
                 const int64_t blocks = panel.factors_to(panel.groups - 1), block = group / panel.factor_groups;
                 for (int64_t number = 0; number < kinds; ++number)
-                    for (int64_t column = 0; column < columns; ++column)
-                        memcpy(weight + (number * kPanel + column) * 2,
-                               numbers[1] + ((column * blocks + block) * kinds + number) * 2, 2);
+                    put_column<uint16_t>(numbers[1] + (block * kinds + number) * 2, blocks * kinds, columns,
+                                         weight + number * kPanel * 2);
                 weight += panel.factor_bytes;
             }
             char* to = weight;
             for (int array = 0; array < 3; ++array) {
                 if (!numbers[array] || (panel.factor_groups && array == 1)) continue;
-                for (int64_t column = 0; column < columns; ++column)
-                    memcpy(to + column * size, numbers[array] + (column * panel.groups + group) * size, size);
+                put_numbers(numbers[array] + group * size, panel.groups, columns, to);
                 to += panel.array_bytes;
             }
             weight += panel.header_bytes;
-            for (int64_t unit = 0; unit < panel.units_of(group); ++unit, weight += panel.unit_bytes) {
-                const int64_t first = group * panel.group + unit * kUnit;
-                for (int64_t column = 0; column < columns; ++column)
-                    for (int64_t input = first; input < smaller(first + kUnit, k); ++input)
-                        Units::store_code(weight, column, input - first, codes[column * k + input], bits);
+            const int64_t first = group * panel.group;
+            put_codes(codes + first, k, columns, smaller(panel.group, k - first), weight);
+            weight += panel.units_of(group) * panel.unit_bytes;
+        }
+    }
+
+    // Writes one number of every column, which are `distance` numbers apart.
+    template <class Number>
+    static void put_column(const char* numbers, int64_t distance, int64_t columns, char* to) {
+        for (int64_t column = 0; column < columns; ++column)
+            memcpy(to + column * sizeof(Number), numbers + column * distance * sizeof(Number), sizeof(Number));
+    }
+
+    // Writes some inputs of every column, whose codes are `distance` bytes apart, as units.
+    template <int kBits>
+    static void put_units(const uint8_t* codes, int64_t distance, int64_t columns, int64_t inputs, char* units) {
+        // A column's inputs in one line of the cache come together.
+        constexpr int64_t kSome = 64, kUnitBytes = kUnit * kPanel * kBits / 8;
+        for (int64_t first = 0; first < inputs; first += kSome, codes += kSome, units += kSome / kUnit * kUnitBytes) {
+            const int64_t some = smaller(kSome, inputs - first), whole = some / kUnit, rest = some % kUnit;
+            for (int64_t column = 0; column < columns; ++column) {
+                const uint8_t* own = codes + column * distance;
+                for (int64_t unit = 0; unit < whole; ++unit)
+                    Units::template store_codes<kBits>(units + unit * kUnitBytes, column, own + unit * kUnit);
+                if (rest) {
+                    uint8_t padded[kUnit] = {};
+                    memcpy(padded, own + whole * kUnit, rest);
+                    Units::template store_codes<kBits>(units + whole * kUnitBytes, column, padded);
+                }
             }
         }
     }
