@@ -192,7 +192,7 @@ class PackedFormat:
 
     def _narrow(self, numbers: torch.Tensor) -> torch.Tensor:
         narrow = numbers.to(self.number_type).contiguous()
-        if not torch.equal(narrow.float(), numbers.float()):
+        if narrow.dtype != numbers.dtype and not torch.equal(narrow.float(), numbers.float()):
             raise ValueError(f"scales or zeros that are no {self.number_type} cannot be packed with such as are")
         return narrow
 
@@ -334,13 +334,9 @@ class _NativeLinear:
     ) -> None:
         self._run = native.function("linear", "pppnnn")
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
-        (rows, inputs), format = weight.shape, None
-        dtype = torch.bfloat16
-        if isinstance(weight, QuantizedWeight):
-            format = PackedFormat.of(weight, narrows=True)
-        else:
-            dtype = weight.dtype
-        self._packed = PackedWeights(native, 1, rows, inputs, dtype, format=format)
+        format = PackedFormat.of(weight, narrows=True) if isinstance(weight, QuantizedWeight) else None
+        dtype = torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
+        self._packed = PackedWeights(native, 1, weight.shape[0], weight.shape[1], dtype, format=format)
         self._packed.store(0, weight)
         self._descriptor = self._packed.descriptor(0, self._bias, is_wide)
         self._address = ctypes.addressof(self._descriptor)

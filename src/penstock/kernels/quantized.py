@@ -16,8 +16,8 @@ import torch
 # Groups are multiples of it, but for a group of all inputs.
 GROUP_STEP = 16
 CODE_BITS = (4, 5, 6, 8)
-# Numbers that are dequantised at a time, since the intermediate results take several times the memory of the codes.
-_CHUNK = 1 << 22
+# Numbers that are dequantised at a time: so few that an allocator keeps the memory of the intermediate results.
+_CHUNK = 1 << 19
 # Sums and products of multiples of it are far from the least normal number.
 _GRAIN = 2.0**-40
 _LARGEST = 2.0**100
@@ -81,12 +81,10 @@ class QuantizedWeight:
             raise ValueError(f"a group of {self.group} inputs is neither a multiple of {GROUP_STEP} nor all {inputs}")
         expected = rows, -(-inputs // self.group)
         types = _NUMBER_TYPES if self.factors is None else (torch.int8,)
-        for name, values in (("scales", self.scales), ("zeros", self.zeros), ("minima", self.minima)):
-            if values is None:
-                continue
+        for name, values in self._numbers.items():
             if values.shape != expected or values.dtype not in types:
                 raise ValueError(f"{name} are {list(expected)} {types}, not {list(values.shape)} {values.dtype}")
-            if not values.isfinite().all():
+            if values.is_floating_point() and not values.isfinite().all():
                 raise ValueError(f"{name} must be finite")
         self._check_factors()
         is_number = self.codebook.isfinite()
@@ -125,24 +123,22 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The size of the codes and scales when they are packed, without padding."""
-        numbers = (*self._numbers, self.factors)
-        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in numbers if each is not None)
+        numbers = [*self._numbers.values(), *([] if self.factors is None else [self.factors])]
+        return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in numbers)
 
     @property
-    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        return self.scales, self.zeros, self.minima
+    def _numbers(self) -> dict[str, torch.Tensor]:
+        """Those that are there."""
+        named = {"scales": self.scales, "zeros": self.zeros, "minima": self.minima}
+        return {name: each for name, each in named.items() if each is not None}
 
     def _multiplied(self) -> QuantizedWeight:
         """Returns the weight with products in the place of factors."""
         if self.factors is None:
             return self
-        group_of = torch.arange(self.scales.shape[1], device=self.device) // self.factor_groups
-        stored = [each for each in (self.scales, self.minima) if each is not None]
-        scales, *minima = (
-            numbers.float() * factors.float()[:, group_of]
-            for numbers, factors in zip(stored, self.factors, strict=True)
-        )
-        return replace(self, scales=scales, minima=minima[0] if minima else None, factors=None, factor_groups=0)
+        factors = self.factors.float().repeat_interleave(self.factor_groups, -1)[..., : self.scales.shape[1]]
+        minima = None if self.minima is None else self.minima * factors[1]
+        return replace(self, scales=self.scales * factors[0], minima=minima, factors=None, factor_groups=0)
 
     def dequantize(self) -> torch.Tensor:
         """Returns the values, [rows, inputs] bfloat16."""
@@ -155,28 +151,38 @@ class QuantizedWeight:
 
     def has_extreme_values(self) -> bool:
         """Whether a value before it is rounded may be 2**100 or more, or less than the least normal one and not 0."""
-        if self.factors is not None:
-            return self._multiplied().has_extreme_values()
-        most = [0.0 if each is None or not each.numel() else each.abs().max().item() for each in self._numbers]
-        if (self.codebook.nan_to_num().abs().max().item() + most[1]) * most[0] + most[2] >= _LARGEST:
+        most = {name: each.float().abs().max().item() for name, each in self._numbers.items() if each.numel()}
+        largest_code = self.codebook.nan_to_num().abs().max().item() + most.get("zeros", 0.0)
+        if self.factors is None and largest_code * most.get("scales", 0.0) + most.get("minima", 0.0) >= _LARGEST:
             return True
         grains = [self.codebook.nan_to_num(), *([] if self.zeros is None else [self.zeros])]
         is_coarse = all(torch.equal(each.double() / _GRAIN, (each.double() / _GRAIN).round()) for each in grains)
         suspects = torch.full((len(self.codes),), not is_coarse, device=self.device)
         for numbers in (self.scales, self.minima):
-            if numbers is not None:
+            # A number of type float16, and its product with an integer, is a multiple of 2**-24.
+            if numbers is not None and self.factors is None and numbers.dtype != torch.float16:
                 suspects |= ((numbers != 0) & (numbers.float().abs() < _GRAIN)).any(1)
-        values = (self._values(slice(row, row + 1)) for row in suspects.nonzero().flatten().tolist())
+        rows = suspects.nonzero().flatten().tolist()
+        weight = self._multiplied() if rows else self
+        values = (weight._values(slice(row, row + 1)) for row in rows)
         return any(((each != 0) & (each.abs() < torch.finfo(torch.float32).tiny)).any().item() for each in values)
 
     def _values(self, rows: slice) -> torch.Tensor:
         """Returns the values of some rows before they are rounded to bfloat16. There must be no factors."""
-        group_of = torch.arange(self.shape[1], device=self.device) // self.group
-        values = self.codebook.to(self.device)[self.codes[rows].int()]
-        if self.zeros is not None:
-            values = values - self.zeros[rows].float()[:, group_of]
-        values = values * self.scales[rows].float()[:, group_of]
-        return values if self.minima is None else values - self.minima[rows].float()[:, group_of]
+        codes, (num_rows, groups) = self.codes[rows], self.scales[rows].shape
+        grouped = torch.empty((num_rows, groups, self.group), device=self.device)
+        values = grouped.view(num_rows, -1)[:, : self.shape[1]]
+        if torch.equal(self.codebook, signed_integers(8)):
+            values.copy_(codes.view(torch.int8))
+        elif torch.equal(self.codebook, integers(self.bits) + self.codebook[0]):
+            # As fast as memory, unlike looking up.
+            values.copy_(codes).add_(self.codebook[0])
+        else:
+            values.copy_(self.codebook.to(self.device)[codes.int()])
+        for numbers, apply in ((self.zeros, grouped.sub_), (self.scales, grouped.mul_), (self.minima, grouped.sub_)):
+            if numbers is not None:
+                apply(numbers[rows, :, None].float())
+        return values
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QuantizedWeight:
         """Returns some rows and inputs; if these divide a block of groups, with products in the place of factors.
@@ -185,14 +191,11 @@ class QuantizedWeight:
         """
         inputs, groups = self.shape[1], self.scales.shape[1]
         first, end, stride = columns.indices(inputs)
-        chosen = slice(None)
-        if (first, end) != (0, inputs):
-            if self.quantizes_inputs:
-                raise ValueError("the scale of a row of inputs is that of all inputs: they cannot be divided")
-            if groups > 1:
-                if first % self.group or (end % self.group and end != inputs):
-                    raise ValueError(f"inputs {first} to {end} divide a group of {self.group}")
-                chosen = slice(first // self.group, -(-end // self.group))
+        if self.quantizes_inputs and (first, end) != (0, inputs):
+            raise ValueError("the scale of a row of inputs is that of all inputs: they cannot be divided")
+        if groups > 1 and (first % self.group or (end % self.group and end != inputs)):
+            raise ValueError(f"inputs {first} to {end} divide a group of {self.group}")
+        chosen = slice(first // self.group, -(-end // self.group)) if groups > 1 else slice(None)
         assert stride == 1, f"inputs with stride {stride}"
         factors = self.factors
         if factors is not None:
@@ -200,19 +203,14 @@ class QuantizedWeight:
             if first % block or (end % block and end != inputs):
                 return self._multiplied().part(rows, columns)
             factors = factors[:, rows, first // block : -(-end // block)]
-
-        scales, zeros, minima = (None if each is None else each[rows, chosen] for each in self._numbers)
-        assert scales is not None
-        codes = self.codes[rows, columns]
-        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima, factors=factors)
+        numbers = {name: each[rows, chosen] for name, each in self._numbers.items()}
+        return replace(self, codes=self.codes[rows, columns], factors=factors, **numbers)
 
     def reordered(self, order: torch.Tensor) -> QuantizedWeight:
         """Returns the rows in the given order, int64; a row may occur several times."""
-        scales, zeros, minima = (None if each is None else each[order] for each in self._numbers)
-        assert scales is not None
+        numbers = {name: each[order] for name, each in self._numbers.items()}
         factors = None if self.factors is None else self.factors[:, order]
-        codes = self.codes[order]
-        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima, factors=factors)
+        return replace(self, codes=self.codes[order], factors=factors, **numbers)
 
     def with_inputs(self, order: torch.Tensor, run: int) -> QuantizedWeight:
         """Returns the runs of so many inputs in the given order, [runs] int64.
@@ -225,22 +223,13 @@ class QuantizedWeight:
         if self.scales.shape[1] == 1:
             return replace(self, codes=codes)
         groups = (order[:, None] * (run // self.group) + torch.arange(run // self.group)).flatten()
-        scales, zeros, minima = (None if each is None else each[:, groups] for each in self._numbers)
-        assert scales is not None
+        numbers = {name: each[:, groups] for name, each in self._numbers.items()}
         factors, factor_groups = self.factors, self.factor_groups
         if factors is not None:
             # Of a block of groups, some may go one way and others another.
             factor_groups = math.gcd(run // self.group, factor_groups)
             factors = factors[:, :, groups[::factor_groups] // self.factor_groups]
-        return replace(
-            self,
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            minima=minima,
-            factors=factors,
-            factor_groups=factor_groups,
-        )
+        return replace(self, codes=codes, factors=factors, factor_groups=factor_groups, **numbers)
 
     @staticmethod
     def cat(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -248,28 +237,29 @@ class QuantizedWeight:
         first = weights[0]
         if any(not first.is_like(other) or other.shape[1] != first.shape[1] for other in weights):
             raise ValueError("weights of several kinds cannot be one layer")
-
-        def joined(parts: list[torch.Tensor | None], axis: int = 0) -> torch.Tensor | None:
-            there = [part for part in parts if part is not None]
-            return torch.cat(there, axis) if there else None
-
-        return replace(
-            first,
-            codes=torch.cat([each.codes for each in weights]),
-            scales=torch.cat([each.scales for each in weights]),
-            zeros=joined([each.zeros for each in weights]),
-            minima=joined([each.minima for each in weights]),
-            factors=joined([each.factors for each in weights], 1),
-        )
+        codes = _rows_of([each.codes for each in weights])
+        numbers = {name: torch.cat([each._numbers[name] for each in weights]) for name in first._numbers}
+        factors = [each.factors for each in weights if each.factors is not None]
+        return replace(first, codes=codes, factors=torch.cat(factors, 1) if factors else None, **numbers)
 
     def is_like(self, other: QuantizedWeight) -> bool:
         """Whether the two are of one kind: everything but the shape, the codes and the scales' values is equal."""
         return (
             (self.bits, self.group, self.quantizes_inputs, self.scales.dtype, self.factor_groups)
             == (other.bits, other.group, other.quantizes_inputs, other.scales.dtype, other.factor_groups)
-            and (self.zeros is None, self.minima is None) == (other.zeros is None, other.minima is None)
+            and self._numbers.keys() == other._numbers.keys()
             and torch.equal(self.codebook.nan_to_num(), other.codebook.nan_to_num())
         )
+
+
+def _rows_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the rows of all, one after another: without a copy if they are so in one memory."""
+    memory, end = parts[0].untyped_storage().data_ptr(), parts[0].data_ptr()
+    for part in parts:
+        if (part.untyped_storage().data_ptr(), part.data_ptr()) != (memory, end) or not part.is_contiguous():
+            return torch.cat(list(parts))
+        end += part.nbytes
+    return parts[0].as_strided((sum(map(len, parts)), parts[0].shape[1]), parts[0].stride())
 
 
 LayerWeight = torch.Tensor | QuantizedWeight

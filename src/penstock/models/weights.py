@@ -88,10 +88,10 @@ def _are_alike(one: LayerWeight, other: LayerWeight) -> bool:
 
 
 def _cat(parts: Sequence[LayerWeight]) -> LayerWeight:
+    if len(parts) == 1:
+        return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if quantized:
-        return QuantizedWeight.cat(quantized)
-    return parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
+    return QuantizedWeight.cat(quantized) if quantized else torch.cat([dense(part) for part in parts])
 
 
 def keeps_quantized(dtype: torch.dtype, device: torch.device) -> bool:
