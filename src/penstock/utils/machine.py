@@ -77,13 +77,8 @@ def count_gpus(driver: str = _DRIVER) -> int:
     return 0 if failed else count.value
 
 
-def _find_trim() -> Callable[[int], object]:
-    """Returns glibc's `malloc_trim`; other C libraries lack it and return memory by themselves."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return (lambda _: None) if trim is None else trim
-
-
-_trim = _find_trim()
+# Of glibc; other C libraries lack it and return memory by themselves.
+_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 def release_freed_memory() -> None:

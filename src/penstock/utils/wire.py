@@ -8,7 +8,7 @@ anything else raises `WireError`. Received data cannot run code, and no frame ca
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from penstock.utils.errors import WireError
 _HEADER = struct.Struct("<IB")
 MAX_PAYLOAD_BYTES = 256 << 20
 _ARRAY_KINDS = "biuf"
+_PLAIN: dict[type, Callable[[Any], Any]] = {Integral: int, Real: float, Mapping: dict, Sequence: list, Path: str}
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -90,16 +91,9 @@ class Codec:
 
 def _plain(value: Any) -> Any:
     """Converts a path, an array, or a number or container of another library to built-in types."""
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    if isinstance(value, Path):
-        return str(value)
+    for kind, convert in _PLAIN.items():
+        if isinstance(value, kind):
+            return convert(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
     raise NotImplementedError(f"{type(value).__name__} is not part of a message")
