@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -23,7 +25,8 @@ def recorded(areas: list[Area], *uses: tuple[int, int]) -> list[tuple[int, int]]
     ahead = MemoryAhead(areas, lambda start, num_bytes: found.append((start, start + num_bytes)))
     for number, used in uses:
         ahead.use(number, used)
-    ahead._thread.shutdown()
+    ahead._end()
+    ahead._thread.join()
     return found
 
 
@@ -36,6 +39,30 @@ def test_an_area_is_populated_ahead_of_its_use_and_never_beyond_its_end() -> Non
     assert recorded([area()], (0, 9 * MIB)) == [], "nothing follows"
     assert recorded([area()], (0, 7 * MIB))[-1] == (8 * MIB, 10 * MIB)
     assert recorded([Area(0, 0), area()], (0, 0), (1, 8 * MIB)) == [(8 * MIB, 10 * MIB)]
+
+
+_WITHOUT_CLOSE = """
+import time
+from penstock.utils.memory_ahead import Area, MemoryAhead
+kept = MemoryAhead([Area(0, 1 << 30)], lambda *_: time.sleep(1000))
+kept.use(0, 0)
+"""
+
+
+def test_a_program_ends_while_memory_waits_to_be_populated() -> None:
+    """On a busy machine that may take minutes."""
+    subprocess.run([sys.executable, "-c", _WITHOUT_CLOSE], check=True, timeout=60)
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    found: list[int] = []
+    ahead = MemoryAhead([Area(0, 3 * MIB)], lambda start, _: found.append(start))
+    ahead.use(0, 0)
+    thread = ahead._thread
+    del ahead
+    thread.join(20)
+    assert not thread.is_alive()
+    assert found == [0, 2 * MIB]
 
 
 def num_resident(mapping: mmap.mmap) -> int:

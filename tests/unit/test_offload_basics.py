@@ -94,7 +94,8 @@ def test_memory_of_both_sizes_is_populated_ahead(monkeypatch: pytest.MonkeyPatch
     region = OffloadRegion(1 << 10, MIB, states)
     region.chunk((1 << 10) + 200)
     region.chunk(200)
-    region._ahead._thread.shutdown()
+    region._ahead._end()
+    region._ahead._thread.join()
     blocks = {start - (1 << 30) for start in populated if start >= 1 << 30}
     assert max(blocks) == 456 * MIB, "states far ahead do not count as those of blocks"
     assert max(start for start in populated if start < 1 << 30) == 456 * MIB

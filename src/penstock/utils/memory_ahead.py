@@ -6,9 +6,11 @@ takes several times as long as the copy that waits for it.
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.utils.machine import give_way
 
@@ -24,20 +26,22 @@ class Area:
     start: int
     num_bytes: int
     ahead: int = AHEAD_BYTES
-    ready: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ready = self.start
+    ready: int = 0
 
 
 class MemoryAhead:
     """A thread that runs when the processor is otherwise idle, and calls `populate(start, bytes)` for parts of the
-    areas. One thread at a time calls `use`."""
+    areas. One thread at a time calls `use`. On a busy machine the thread may need minutes: a program ends without
+    waiting for it. If nothing refers to this object any more, the thread ends after what was requested.
+    """
 
     def __init__(self, areas: Sequence[Area], populate: Callable[[int, int], None]) -> None:
         self._areas = areas
-        self._populate = populate
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-ahead", initializer=give_way)
+        self._pieces = queue.Queue[tuple[int, int] | None]()
+        args = self._pieces, populate
+        self._thread = threading.Thread(target=_populate_all, args=args, name="memory-ahead", daemon=True)
+        self._end = weakref.finalize(self, self._pieces.put, None)
+        self._thread.start()
 
     def use(self, number: int, used: int) -> None:
         """Requests the memory that follows the first `used` bytes of an area, if less than half of `ahead` is ready."""
@@ -48,9 +52,17 @@ class MemoryAhead:
         end = min(used + area.ahead, limit)
         for piece in range(max(used, area.ready) // _PIECE_BYTES * _PIECE_BYTES, end, _PIECE_BYTES):
             start = max(piece, area.start)
-            self._thread.submit(self._populate, start, min(piece + _PIECE_BYTES, limit) - start)
+            self._pieces.put((start, min(piece + _PIECE_BYTES, limit) - start))
         area.ready = max(area.ready, end)
 
     def close(self) -> None:
         """Leaves the memory alone from its return on. `use` may not be called afterwards."""
-        self._thread.shutdown(cancel_futures=True)
+        self._pieces.queue.clear()
+        self._end()
+        self._thread.join()
+
+
+def _populate_all(pieces: queue.Queue[tuple[int, int] | None], populate: Callable[[int, int], None]) -> None:
+    give_way()
+    for piece in iter(pieces.get, None):
+        populate(*piece)
