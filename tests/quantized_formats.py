@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,8 +107,17 @@ def gptq(
     return tensors, grid.values()
 
 
-def awq(layer: str, weight: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
-    grid = round_to_grid(weight, 4, group, False, torch.float16)
+def auto_round(
+    layer: str, weight: torch.Tensor, group: int, is_symmetric: bool, offset: int = 1
+) -> tuple[Tensors, torch.Tensor]:
+    """As AutoRound's `QuantLinear` packs (`auto_round_extension/torch`): GPTQ's tensors, but for groups of inputs."""
+    tensors, values = gptq(layer, weight, 4, group, is_symmetric, offset=offset)
+    del tensors[f"{layer}.g_idx"]
+    return tensors, values
+
+
+def awq(layer: str, weight: torch.Tensor, group: int, is_symmetric: bool = False) -> tuple[Tensors, torch.Tensor]:
+    grid = round_to_grid(weight, 4, group, is_symmetric, torch.float16)
     tensors = {
         f"{layer}.qweight": pack_words(in_awq_order(grid.codes.T), 4),
         f"{layer}.scales": grid.scales.T.contiguous(),
@@ -156,8 +166,8 @@ def micro_floats(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor
     return tensors, values.flatten(2).transpose(1, 2).bfloat16().contiguous()
 
 
-def _integers(bits: int, is_symmetric: bool, **more: Any) -> dict[str, Any]:
-    strategy = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
+def _integers(bits: int, is_symmetric: bool, group: int = 0, **more: Any) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     return {"type": "int", "num_bits": bits, "symmetric": is_symmetric, **strategy, **more}
 
 
@@ -166,31 +176,78 @@ def _compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = N
     return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def _auto_round(packing: str, group: int, is_symmetric: bool) -> dict[str, Any]:
+    """The fields that its export writes; where a layer differs from the others, it is in `extra_config`."""
+    return {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:{packing}",
+        "bits": 4,
+        "group_size": group,
+        "sym": is_symmetric,
+        "data_type": "int",
+        "iters": 200,
+        "autoround_version": "0.9.7",
+        "block_name_to_quantize": "model.layers",
+        "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+    }
+
+
 _DYNAMIC = {"type": "int", "num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
 _FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
-Format = tuple[dict[str, Any], Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]]
+Write = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
+Format = tuple[dict[str, Any], Write]
+
+
+def grouped_formats(group: int) -> dict[str, Format]:
+    """Integers of 4 bits, and of 8, with a scale for so many inputs."""
+    gptq_config: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group}
+    awq_config = {**gptq_config, "quant_method": "awq", "version": "gemm", "zero_point": True}
+    return {
+        "packed": (
+            _compressed(_integers(4, True, group)),
+            lambda layer, weight: packed(layer, weight, 4, group, True),
+        ),
+        "packed with zero points": (
+            _compressed(_integers(4, False, group)),
+            lambda layer, weight: packed(layer, weight, 4, group, False),
+        ),
+        "gptq": (gptq_config, lambda layer, weight: gptq(layer, weight, 4, group, True)),
+        "gptq with zero points": (gptq_config, lambda layer, weight: gptq(layer, weight, 4, group, False)),
+        "gptq in act-order": (
+            gptq_config,
+            lambda layer, weight: gptq(layer, weight, 4, group, False, has_order=True),
+        ),
+        "gptq in 8 bits": (
+            {**gptq_config, "bits": 8, "checkpoint_format": "gptq_v2"},
+            lambda layer, weight: gptq(layer, weight, 8, group, False, offset=0),
+        ),
+        "awq": (awq_config, lambda layer, weight: awq(layer, weight, group)),
+        "awq, symmetric": (awq_config, lambda layer, weight: awq(layer, weight, group, True)),
+        "auto-round": (
+            _auto_round("auto_gptq", group, True),
+            lambda layer, weight: auto_round(layer, weight, group, True),
+        ),
+        "auto-round with zero points": (
+            _auto_round("auto_gptq", group, False),
+            lambda layer, weight: auto_round(layer, weight, group, False),
+        ),
+        "auto-round in GPTQModel's packing": (
+            _auto_round("gptqmodel", group, False),
+            lambda layer, weight: auto_round(layer, weight, group, False, offset=0),
+        ),
+        "auto-round in AWQ's packing": (
+            _auto_round("auto_awq", group, False),
+            lambda layer, weight: awq(layer, weight, group),
+        ),
+    }
+
+
 FORMATS: dict[str, Format] = {
-    "packed": (_compressed(_integers(4, True)), lambda layer, weight: packed(layer, weight, 4, 32, True)),
-    "packed with zero points": (
-        _compressed(_integers(4, False)),
-        lambda layer, weight: packed(layer, weight, 4, 32, False),
-    ),
+    **grouped_formats(32),
     "packed in 8 bits": (
         _compressed(_integers(8, True)),
         lambda layer, weight: packed(layer, weight, 8, weight.shape[1], True),
-    ),
-    "gptq": (_GPTQ, lambda layer, weight: gptq(layer, weight, 4, 32, True)),
-    "gptq with zero points": (_GPTQ, lambda layer, weight: gptq(layer, weight, 4, 32, False)),
-    "gptq in act-order": (_GPTQ, lambda layer, weight: gptq(layer, weight, 4, 32, False, has_order=True)),
-    "gptq in 8 bits": (
-        {**_GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
-        lambda layer, weight: gptq(layer, weight, 8, 32, False, offset=0),
-    ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
-        lambda layer, weight: awq(layer, weight, 32),
     ),
     "float8": (
         _compressed(_FLOAT8, {"type": "float", "num_bits": 8}),
@@ -211,9 +268,9 @@ FORMATS: dict[str, Format] = {
 """Format -> its `quantization_config`, and what writes a layer's weight."""
 
 
-def quantize_checkpoint(path: Path, folder: Path, name: str) -> tuple[Path, Path]:
+def quantize_checkpoint(path: Path, folder: Path, name: str, group: int = 32) -> tuple[Path, Path]:
     """Writes a checkpoint's projections in a format, and a twin with the values that they stand for."""
-    config, write = FORMATS[name]
+    config, write = {**FORMATS, **grouped_formats(group)}[name]
     stored = load_file(path / "model.safetensors")
     values = dict(stored)
     for tensor, weight in list(stored.items()):
@@ -225,6 +282,45 @@ def quantize_checkpoint(path: Path, folder: Path, name: str) -> tuple[Path, Path
             values[tensor] = values[tensor].to(weight.dtype)
             stored.update(tensors)
     return save_twins(path, folder, config, stored, values)
+
+
+def quantize_in_kinds(path: Path, folder: Path, has_int8_inputs: bool) -> tuple[Path, Path]:
+    """Writes a checkpoint's experts in 4-bit integers with zero points, beside dense MLPs and attention in 8-bit ones
+    of two layouts, and what the list of exceptions names as it was: routers, and one of the projections that a layer
+    reads together.
+
+    With `has_int8_inputs` attention rounds its inputs, and the twin's is the same: no values give the same tokens.
+    """
+    kinds: tuple[tuple[str, dict[str, Any], Write], ...] = (
+        (r".*\.mlp\.experts\..*_proj$", _integers(4, False, 32), FORMATS["packed with zero points"][1]),
+        (r".*\.mlp\.(gate|up|down)_proj$", _integers(8, True), FORMATS["packed in 8 bits"][1]),
+        (r".*\.self_attn\..*_proj$", _integers(8, True), int8),
+    )
+    ignored = r".*\.(mlp\.gate|2\.self_attn\.v_proj)$"
+    groups = {
+        f"group_{number}": {"targets": [f"re:{pattern}"], "weights": weights, "input_activations": None}
+        for number, (pattern, weights, _) in enumerate(kinds)
+    }
+    if has_int8_inputs:
+        groups["group_2"]["input_activations"] = _DYNAMIC
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": groups,
+        "ignore": ["lm_head", f"re:{ignored}"],
+    }
+    stored = load_file(path / "model.safetensors")
+    values = dict(stored)
+    for tensor in list(stored):
+        layer = tensor.removesuffix(".weight")
+        write = next((write for pattern, _, write in kinds if re.match(pattern, layer)), None)
+        if write is None or re.match(ignored, layer):
+            continue
+        tensors, values[tensor] = write(layer, stored.pop(tensor))
+        stored.update(tensors)
+        if write is int8 and has_int8_inputs:
+            values.update(tensors)
+    return save_twins(path, folder, config, stored, values, twin_config=config if has_int8_inputs else None)
 
 
 def quantize_experts(path: Path, folder: Path) -> tuple[Path, Path]:
@@ -241,12 +337,18 @@ def quantize_experts(path: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def save_twins(
-    path: Path, folder: Path, config: Mapping[str, Any], stored: Tensors, values: Tensors
+    path: Path,
+    folder: Path,
+    config: Mapping[str, Any],
+    stored: Tensors,
+    values: Tensors,
+    twin_config: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Path]:
     quantized, twin = folder / "quantized", folder / "twin"
-    for other, tensors in ((quantized, stored), (twin, values)):
+    for other, tensors, own in ((quantized, stored, config), (twin, values, twin_config)):
         shutil.copytree(path, other)
         save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    raw = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+        if own is not None:
+            raw = json.loads((other / "config.json").read_text())
+            (other / "config.json").write_text(json.dumps({**raw, "quantization_config": own}))
     return quantized, twin

@@ -19,7 +19,7 @@ from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.models.sources.opening import open_weights
 from penstock.models.sources.source import ALL, Part
 from penstock.utils.errors import ConfigError
-from tests.quantized_formats import FORMATS, Tensors, micro_floats
+from tests.quantized_formats import FORMATS, Tensors, auto_round, grouped_formats, micro_floats
 
 ROWS, INPUTS = 48, 96
 WEIGHT = "layer.0.proj.weight"
@@ -54,6 +54,37 @@ def test_every_part_has_the_values_of_the_format(name: str, tmp_path: Path) -> N
         if isinstance(weight, QuantizedWeight):
             assert weight.quantizes_inputs == ("int8 inputs" in name)
             assert weight.bits == (8 if "8" in name or name == "modelopt" else 4)
+
+
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("name", grouped_formats(64))
+def test_groups_of_other_sizes(name: str, group: int, tmp_path: Path) -> None:
+    """The last group is shorter than the others."""
+    config, write = grouped_formats(group)[name]
+    shape = ROWS, 2 * group + 32
+    tensors, values = write(WEIGHT.removesuffix(".weight"), torch.randn(shape) * 0.1)
+    parts = (*ROWS_ONLY, (slice(None), slice(group, shape[1])), (slice(1, 2), slice(group, 2 * group)))
+    for part, weight in zip(parts, read(tmp_path, tensors, config, *parts, shape=shape), strict=True):
+        assert torch.equal(dense(weight), values[part]), part
+        if "act-order" not in name:
+            assert isinstance(weight, QuantizedWeight)
+            assert weight.group == group
+
+
+@pytest.mark.parametrize(
+    ("changes", "offset"),
+    [
+        ({}, 1),  # the packing is not named
+        ({"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}, 1),  # as up to AutoRound 0.4
+        ({"packing_format": "auto_round:gptq"}, 1),
+        ({"packing_format": "auto_round"}, 0),
+    ],
+)
+def test_names_of_auto_rounds_packing(changes: dict[str, Any], offset: int, tmp_path: Path) -> None:
+    config = {key: value for key, value in FORMATS["auto-round"][0].items() if key != "packing_format"}
+    tensors, values = auto_round(WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS), 32, False, offset)
+    (found,) = read(tmp_path, tensors, {**config, **changes}, ALL)
+    assert torch.equal(dense(found), values)
 
 
 def test_what_is_not_quantized_passes_unchanged(tmp_path: Path) -> None:
@@ -131,6 +162,10 @@ def compressed(**changes: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **changes}
 
 
+def auto_rounded(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "auto-round", "bits": 4, "group_size": 128, **changes}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -152,7 +187,12 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two positive integers"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', and Penstock reads 'FP8'"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo is 'MIXED_PRECISION'"),
-        ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "packing_format is None"),
+        (auto_rounded(packing_format="auto_round:fp8"), "packing_format is 'auto_round:fp8'"),
+        (auto_rounded(backend="auto_round:exllamav2"), "backend is 'auto_round:exllamav2'"),
+        (auto_rounded(data_type="mx_fp"), "data_type is 'mx_fp'"),
+        (auto_rounded(act_bits=8), "act_bits is 8"),
+        (auto_rounded(rotation_config={"algorithm": "hadamard"}), "rotation_config is {'algorithm': 'hadamard'}"),
+        (auto_rounded(spinquant_config={"r1": True}), "spinquant_config is {'r1': True}"),
         (compressed(weights={"num_bits": 3}), "config_groups.group_0.weights.num_bits is 3"),
         (compressed(weights={"strategy": "tensor_group"}), "weights.strategy is 'tensor_group'"),
         (compressed(weights={"type": "float"}), "weights.num_bits is 4, and Penstock reads 8"),

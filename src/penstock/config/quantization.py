@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", 
 MODELOPT = "modelopt"
 GGUF = "gguf"
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+# Its packings. A checkpoint that names none has GPTQ's, as AutoRound and vLLM take it; GPTQModel's has the zero points
+# as they mean.
+_AUTO_ROUND_GPTQ = (None, "auto_round:auto_gptq", "auto_round:gptq", "auto_round:gptq:exllamav2")
+_AUTO_ROUND_GPTQMODEL = ("auto_round", "auto_round:gptqmodel")
 _SERVED = (FP8, COMPRESSED, GPTQ, AWQ, MXFP4, MODELOPT, _AUTO_ROUND[0])
 _BITS = (4, 8)
 
@@ -91,23 +95,15 @@ def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
         raise ConfigError(f"{path}: quantization_config must be a JSON object, got {raw!r}")
     reader = _Reader(path, raw)  # pyright: ignore[reportUnknownArgumentType]
     method = reader.fields.get("quant_method")
-    if method == FP8:
-        return _read_fp8(reader)
-    if method == COMPRESSED:
-        return _read_compressed(reader)
-    if method == GPTQ:
-        return _read_gptq(reader)
-    if method == AWQ:
-        return _read_awq(reader)
-    if method in _AUTO_ROUND:
-        return _read_auto_round(reader)
+    read = _read_auto_round if method in _AUTO_ROUND else _READERS.get(str(method))
+    if read is not None:
+        return read(reader)
     if method == MODELOPT:
         # Scales of whole tensors or by rows, of which the tensors tell.
         reader.check("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
         return QuantizationConfig(MODELOPT)
     if method == GGUF:
-        formats: Any = reader.fields.get("formats") or ()
-        return QuantizationConfig(GGUF, formats=tuple(map(str, formats)))
+        return QuantizationConfig(GGUF, formats=tuple(map(str, reader.fields.get("formats") or ())))
     if method == MXFP4:
         return QuantizationConfig(MXFP4, bits=4, group=32)
     raise ConfigError(
@@ -153,8 +149,7 @@ class _Reader:
 
 def _read_fp8(reader: _Reader) -> QuantizationConfig:
     reader.check("fmt", (None, "e4m3"))
-    block = _read_block(reader, "weight_block_size")
-    return QuantizationConfig(FP8, block=block)
+    return QuantizationConfig(FP8, block=_read_block(reader, "weight_block_size"))
 
 
 def _read_block(reader: _Reader, name: str) -> tuple[int, int] | None:
@@ -183,10 +178,16 @@ def _read_awq(reader: _Reader) -> QuantizationConfig:
 
 
 def _read_auto_round(reader: _Reader) -> QuantizationConfig:
-    packing = reader.check("packing_format", ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq"))
+    # Up to AutoRound 0.4 the name is in `backend`.
+    name = "packing_format" if "packing_format" in reader.fields else "backend"
+    packing = reader.check(name, (*_AUTO_ROUND_GPTQ, *_AUTO_ROUND_GPTQMODEL, "auto_round:auto_awq", "auto_round:awq"))
     reader.check("data_type", (None, "int"))
     reader.check("act_bits", (None, 16, 32))
-    return _read_awq(reader) if packing.endswith("awq") else _read_gptq(reader)
+    for rotation in ("rotation_config", "spinquant_config"):
+        reader.check(rotation, (None,))
+    if str(packing).endswith("awq"):
+        return _read_awq(reader)
+    return replace(_read_gptq(reader), counts_zeros_from_one=packing not in _AUTO_ROUND_GPTQMODEL)
 
 
 def _read_compressed(reader: _Reader) -> QuantizationConfig:
@@ -235,3 +236,6 @@ def _check_patterns(reader: _Reader, targets: Sequence[str]) -> Sequence[str]:
         except re.error as error:
             raise ConfigError(f"{reader.path}: the target {target!r} is not a regular expression: {error}") from None
     return targets
+
+
+_READERS = {FP8: _read_fp8, COMPRESSED: _read_compressed, GPTQ: _read_gptq, AWQ: _read_awq}
