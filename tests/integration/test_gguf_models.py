@@ -10,12 +10,13 @@ import gguf
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.config.rope import RopeConfig
+from penstock.engine.rank_identity import digest_weights
 from penstock.layers.rotary import rotary_table
 from penstock.models.sources.opening import loaded_bytes
 from penstock.utils.errors import ConfigError
@@ -23,7 +24,9 @@ from penstock.worker.load import load_model
 from penstock.worker.parts import make_parts
 from tests.gguf_files import write_gguf
 from tests.integration.checkpoints import COMMON, CONV, DELTA, GRANITE4, LLAMA3_ROPE, NEMOTRON, save_random
+from tests.integration.test_disaggregation import transfer_config
 from tests.integration.test_identity_families import check_twins
+from tests.unit.rank_fakes import make_rank
 
 KINDS = gguf.GGMLQuantizationType
 SIZES: dict[str, Any] = {
@@ -325,6 +328,33 @@ def test_a_file_has_the_tokens_of_its_values(name: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     check_twins(file, make_twins(name, tmp_path, file), MODELS[name][3])
+
+
+def weights_digest(path: Path) -> bytes:
+    """Returns what names a model's weights in the fingerprint of KV."""
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "kv_transfer_config": transfer_config("kv_producer")}
+    config = resolve(EngineArgs(model=str(path), **options)).on_device("cpu")
+    return digest_weights([make_rank((0, 0), load_model(config, make_parts(torch.device("cpu"))).read)])
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma2", "qwen2", "qwen3moe", "deepseek-v2"])
+def test_values_on_the_grid_and_the_file_of_them_have_one_hash(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Google publishes what it has trained for Q4_0: as such a file, and in bfloat16. llama.cpp stores vectors in
+    32 bits, and experts in one tensor.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, again = tmp_path / "model.gguf", tmp_path / "again.gguf"
+    twin = make_twins(name, tmp_path, file)
+    on_grid = load_file(twin / "model.safetensors")
+    values = write_gguf(twin, again, MODELS[name][2], OTHERS.get(name))
+    assert values.keys() == on_grid.keys()
+    assert all(torch.equal(values[each], on_grid[each]) for each in on_grid)
+    assert weights_digest(twin) == weights_digest(file) == weights_digest(again)
+    assert weights_digest(tmp_path / "model") != weights_digest(twin)
+    if name == "gemma4":
+        check_twins(again, twin, MODELS[name][3])
 
 
 def test_a_model_in_several_files_is_opened_by_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

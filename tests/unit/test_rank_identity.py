@@ -16,6 +16,7 @@ from penstock.config.quantization import LoadQuantization
 from penstock.engine.cache_plan import plan_cache
 from penstock.engine.rank_identity import check_arithmetic, digest_weights
 from penstock.engine.transfer import fingerprint, meaning, token_fingerprint
+from penstock.kernels.quantized import LayerWeight, quantize_absmax
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.tensor_rows import TensorRows
 from penstock.models.weights import WeightsDigest
@@ -42,7 +43,8 @@ def read_by(tensors: Checkpoint, rows: Mapping[str, Sequence[tuple[int, int]]]) 
     found = WeightsDigest(has_bytes=True)
     for name, intervals in rows.items():
         for first, end in intervals:
-            found.add(name, tensors[name].shape, (slice(first, end),), tensors[name][first:end])
+            part = tensors[name][first:end]
+            found.add(name, tensors[name].shape, (slice(first, end),), part, part.dtype)
     return found.rows()
 
 
@@ -107,6 +109,27 @@ def test_the_weights_digest_covers_positions_names_and_types() -> None:
     others = [facts_of(each) for each in (swapped, exchanged, renamed)]
     others.append([make_rank((0, 0), read_by(shorter, {name: [(0, len(each))] for name, each in shorter.items()}))])
     assert len({WHOLE, *map(digest_weights, others)}) == 5
+
+
+def test_the_weights_digest_is_that_of_the_values_that_a_layer_gets() -> None:
+    """However they are stored: in wider numbers, or rounded to a grid."""
+    weight = quantize_absmax(torch.randn(6, 64).bfloat16(), 4, 32)
+    values = weight.dequantize()
+
+    def found(tensor: LayerWeight, dtype: torch.dtype) -> tuple[TensorRows, ...]:
+        rows = WeightsDigest(has_bytes=True)
+        rows.add("up", tensor.shape, (slice(6),), tensor, dtype)
+        return rows.rows()
+
+    for dtype in (torch.bfloat16, torch.float32):
+        assert found(weight, dtype) == found(values, dtype) == found(values.float(), dtype)
+    close = values.float() * (1 + 2**-12)
+    assert found(close, torch.bfloat16) == found(values, torch.bfloat16)
+    assert found(close, torch.float32) != found(values, torch.float32)
+    by_integers = quantize_absmax(values, 8, 0)
+    assert found(by_integers, torch.bfloat16) != found(replace(by_integers, quantizes_inputs=True), torch.bfloat16)
+    ids = torch.tensor([256, 257, 1 << 40])
+    assert found(ids, torch.bfloat16) == found(ids, torch.float32) != found(ids + 1, torch.bfloat16)
 
 
 def test_ranks_that_have_read_other_bytes_are_refused() -> None:

@@ -117,15 +117,10 @@ class Experts:
         self.config = experts
         # The CPU's kernels multiply in the model's dtype and do not round the sums.
         self._router_dtype = torch.float32 if has_gpu_kernels(weights.device) else weights.dtype
-        self.router_logits = _read_router(experts, hidden, replace(weights, dtype=self._router_dtype), names.router)
+        self.router_logits = _read_router(experts, hidden, weights, names.router, self._router_dtype)
         numbers = replace(weights, dtype=torch.float32)
-        correction, scales = (
-            numbers.tensor(name, experts.num_experts) if has else None
-            for name, has in (
-                (names.correction, experts.has_correction_bias),
-                (names.scales, experts.has_expert_scales),
-            )
-        )
+        stored = (names.correction, experts.has_correction_bias), (names.scales, experts.has_expert_scales)
+        correction, scales = (numbers.tensor(name, experts.num_experts) if has else None for name, has in stored)
         self.route = Router(experts, correction, expert_scales=scales)
         place = SlicedExperts if weights.expert_parallel is None else PlacedExperts
         self.routed = place(config, weights, names)
@@ -351,9 +346,11 @@ def _find_names(config: ModelConfig, weights: Weights) -> _Names:
     raise ConfigError(f"{config.path} has no router {routers}: the checkpoint is incomplete or another model's")
 
 
-def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights, name: str) -> Linear:
-    bias = weights.tensor(f"{name}.bias", experts.num_experts) if experts.has_router_bias else None
-    return weights.linear_of(name, weights.tensor(f"{name}.weight", experts.num_experts, hidden), bias, is_wide=True)
+def _read_router(experts: ExpertsConfig, hidden: int, weights: Weights, name: str, dtype: torch.dtype) -> Linear:
+    """The values are those of the model's dtype on every device."""
+    bias = weights.tensor(f"{name}.bias", experts.num_experts).to(dtype) if experts.has_router_bias else None
+    weight = weights.tensor(f"{name}.weight", experts.num_experts, hidden).to(dtype)
+    return replace(weights, dtype=dtype).linear_of(name, weight, bias, is_wide=True)
 
 
 def _load_experts(

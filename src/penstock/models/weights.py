@@ -136,23 +136,26 @@ class WeightsDigest:
         self._has_bytes = has_bytes
         self._rows: dict[tuple[str, int, int], TensorRows] = {}
 
-    def add(self, name: str, shape: Sequence[int], part: Part, tensor: LayerWeight, axis: int = 0) -> None:
+    def add(
+        self, name: str, shape: Sequence[int], part: Part, tensor: LayerWeight, dtype: torch.dtype, axis: int = 0
+    ) -> None:
         """`tensor` is `part` of the tensor `name`, which has this `shape`: some rows, or with `axis` 1 some columns.
 
-        A quantized one counts as its values, since a layer computes the same with them, unless it quantizes its inputs.
+        Numbers count as the values that a layer gets, in `dtype`, however they are stored; those of a layer that
+        quantizes its inputs as such. Ids count as they are.
         """
         assert len(part) == axis + 1 and ALL * axis == part[:axis], f"{name}: {part} divides more than dimension {axis}"
         first, end, _ = part[axis].indices(shape[axis])
         if first >= end:
             return
+        rounds = isinstance(tensor, QuantizedWeight) and tensor.quantizes_inputs
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            dtype = tensor.dtype
         data: Iterable[np.ndarray] = ()
         if self._has_bytes:
-            data = dense(tensor).movedim(axis, 0).contiguous().view(end - first, -1).view(torch.uint8).numpy()
-        if isinstance(tensor, QuantizedWeight):
-            dtype = "int8 times int8" if tensor.quantizes_inputs else "bfloat16"
-        else:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-        rows = TensorRows(name, dtype, tuple(shape), first, end, digest_rows(data, first), axis)
+            data = dense(tensor).to(dtype).movedim(axis, 0).contiguous().view(end - first, -1).view(torch.uint8).numpy()
+        kind = "int8 times int8" if rounds else str(dtype).removeprefix("torch.")
+        rows = TensorRows(name, kind, tuple(shape), first, end, digest_rows(data, first), axis)
         known = self._rows.setdefault((name, first, end), rows)
         assert known == rows, f"{name} has been read twice, as {known} and as {rows}"
 
@@ -290,7 +293,7 @@ class Weights:
             if not isinstance(part, QuantizedWeight):
                 part = part[0].T if is_transposed else part[0]
             flat = slice(expert * num_rows + rows.start, expert * num_rows + rows.stop)
-            self.digest.add(name, (shape[0] * num_rows, *width), (flat,), part)
+            self.digest.add(name, (shape[0] * num_rows, *width), (flat,), part, self.dtype)
             parts.append(part)
         return self._joined(parts, (sum(map(len, own)), *width))
 
@@ -398,5 +401,5 @@ class Weights:
 
     def _read(self, name: str, shape: Sequence[int], part: Part = ALL, axis: int = 0) -> LayerWeight:
         tensor = self.source.read(self.prefix + name, shape, part)
-        self.digest.add(self.prefix + name, shape, part, tensor, axis)
+        self.digest.add(self.prefix + name, shape, part, tensor, self.dtype, axis)
         return tensor
