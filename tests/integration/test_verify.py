@@ -13,6 +13,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config.engine import EngineArgs, resolve
+from penstock.config.model_path import resolve_model_path
 from penstock.core import request
 from penstock.core.scheduler import Scheduler
 from penstock.kernels.prepare_inputs import TokenInputs
@@ -22,11 +23,12 @@ from penstock.runner.cpu import inputs
 from penstock.runner.sampling import batch
 from penstock.verify import matrix
 from penstock.verify.matrix import RowResult, verify
-from penstock.verify.rows import Row, make_rows
+from penstock.verify.rows import Row, make_rows, plain_arguments
 from penstock.verify.workload import Case
 from penstock.worker.parts import choose_device
 from tests.integration.test_drafts_on_states import make_checkpoint_of_few_tokens
 from tests.integration.test_kv_connectors import offloading
+from tests.quantized_formats import quantize_checkpoint
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
@@ -35,6 +37,7 @@ ROWS = [
     "everything, worker by mp", "tensor parallel", "pipeline parallel", "everything, 2 x 2 ranks",
     "as configured",
 ]  # fmt: skip
+WITH_PROCESSES = ("parallel", "ranks", " by mp")
 
 
 def run(last: str = "", **engine_args: Any) -> dict[str, RowResult]:
@@ -57,6 +60,14 @@ def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("Every token agrees: ")
 
 
+def test_weights_and_kv_that_are_rounded_pass(tmp_path: Path) -> None:
+    """W8A8, whose rows have scales of their own, on a cache of int8."""
+    path, _ = quantize_checkpoint(resolve_model_path("demo"), tmp_path, "int8 with int8 inputs")
+    results = run(last="preemption", model=str(path), kv_cache_dtype="int8")
+    assert list(results) == ROWS[:6]
+    assert [result for result in results.values() if not (result.agrees and result.is_shown)] == []
+
+
 CASE = Case(
     "",
     EngineRequest(
@@ -67,6 +78,18 @@ CASE = Case(
         seed=0,
     ),
 )
+
+
+def test_every_row_rounds_weights_and_kv_as_asked() -> None:
+    """Were the plain run to have others, the row as configured would differ from it."""
+    rounded: dict[str, Any] = {"quantization": "int4", "quantize_head": "int8", "kv_cache_dtype": "int8"}
+    args = EngineArgs(**rounded)
+    config = choose_device(resolve(args))
+    for arguments in (
+        plain_arguments(args, config, [CASE]),
+        *(row.arguments for row in make_rows(args, config, [CASE], True)),
+    ):
+        assert {name: arguments.get(name) for name in rounded} == rounded
 
 
 def test_stages_do_not_separate_layers_that_share_keys_and_values() -> None:
@@ -97,9 +120,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the rows with separate processes, whose starts take most of the time."""
 
     def rows(*args: Any) -> list[Row]:
-        return [
-            row for row in make_rows(*args) if not any(part in row.name for part in ("parallel", "ranks", " by mp"))
-        ]
+        return [row for row in make_rows(*args) if not any(part in row.name for part in WITH_PROCESSES)]
 
     monkeypatch.setattr(matrix, "make_rows", rows)
 
@@ -113,6 +134,15 @@ def test_a_model_with_recurrent_layers_passes(tmp_path: Path) -> None:
     assert [result for result in results.values() if not (result.agrees and result.is_shown)] == []
     assert {*ROWS[:10], "kv_transfer_config: saved, loaded", "kv_transfer_config: and preempted"} <= set(results)
     assert list((tmp_path / "kv").glob("*-states/*.kv"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_process")
+def test_a_model_with_quantized_weights_passes(tmp_path: Path) -> None:
+    path, _ = quantize_checkpoint(resolve_model_path("demo"), tmp_path, "packed with zero points")
+    results = run(model=str(path))
+    assert [result for result in results.values() if not (result.agrees and result.is_shown)] == []
+    assert list(results) == [name for name in ROWS if not any(part in name for part in WITH_PROCESSES)]
 
 
 @pytest.mark.long

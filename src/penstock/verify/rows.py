@@ -29,8 +29,8 @@ _MTP = {"method": "mtp", "num_speculative_tokens": _NUM_DRAFTS}
 _OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
 # The user's arguments that a row keeps: the model and the device, nothing that schedules or moves KV.
 _KEPT = (
-    "model", "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "device", "seed", "block_size",
-    "max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype",
+    "model", "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization", "quantize_head",
+    "device", "seed", "block_size", "max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype",
 )  # fmt: skip
 
 
