@@ -18,6 +18,7 @@ import transformers
 
 from penstock import LLM, SamplingParams
 from penstock.config.model_path import resolve_model_path
+from penstock.messages.stats import SchedulerStats
 from tests.grids import grid
 from tests.integration.checkpoints import (
     COMMON,
@@ -25,11 +26,9 @@ from tests.integration.checkpoints import (
     make_encoder_checkpoint,
     make_mtp_checkpoint,
     make_qwen_mtp_checkpoint,
-    quantize_in_blocks,
 )
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 from tests.integration.test_identity_ranks import answers, ranks
-from tests.quantized_formats import FORMATS, quantize_checkpoint, quantize_experts
 
 FAMILIES = (
     "qwen3-moe",
@@ -236,6 +235,10 @@ class Families:
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     plain: dict[str, list[Answer]] = field(default_factory=dict[str, list[Answer]])
 
+    def family(self, name: str) -> str:
+        """Returns the family of a name; a subclass has others than families."""
+        return name
+
     def path(self, name: str) -> Path:
         folder = self.folder / name
         if not folder.exists():
@@ -253,69 +256,62 @@ class Families:
         return self.plain[name]
 
 
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
-    return Families(tmp_path_factory.mktemp("families"))
+def check_twins(quantized: Path, twin: Path, arguments: dict[str, Any]) -> list[Answer]:
+    """Returns the answers of both."""
+    found: list[list[Answer]] = []
+    for path, changes in ((twin, {}), (quantized, arguments)):
+        llm = engine(path, **changes)
+        found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
+        llm.shutdown()
+    assert found[0] == found[1]
+    return found[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    cells(FAMILIES, [cell for cell in CELLS if cell not in MODULE_CELLS]) + cells(WITH_MODULE, MODULE_CELLS),
-)
-def test_a_batch(families: Families, name: str, cell: str) -> None:
-    arguments = dict(CELLS[cell])
-    if name in WITH_TWO_GROUPS and "num_gpu_blocks_override" in arguments:
-        arguments["num_gpu_blocks_override"] = 32
-    llm = engine(families.path(name), **arguments)
+def check_batches(families: Families, name: str, arguments: dict[str, Any]) -> SchedulerStats:
+    """Runs all requests at once, and again on what the first time left in a cache. Returns the engine's counts."""
+    llm = engine(families.path(name), **{**families.arguments, **arguments})
     prompts, params = zip(*requests(), strict=True)
-    # The second time, what the first one left in a cache is used.
     for _ in range(2):
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         llm.check_integrity()
         assert [answer(output) for output in outputs] == families.expected(name)
     stats = llm.stats()
     llm.shutdown()
+    return stats
+
+
+def check_cell(families: Families, name: str, cell: str) -> SchedulerStats:
+    """Does so for a cell of CELLS, in which what it is about must happen."""
+    arguments = dict(CELLS[cell])
+    if families.family(name) in WITH_TWO_GROUPS and "num_gpu_blocks_override" in arguments:
+        arguments["num_gpu_blocks_override"] = 32
+    stats = check_batches(families, name, arguments)
     if cell == "preemption":
         assert stats.num_preemptions > 0
     if cell == "hits":
         assert stats.prefix_cache_hits > 100
     if cell == "a tier":
         assert stats.connector["num_loads"] > 0
-    if "speculative_config" in arguments:
-        # Only drafts of n-grams are right now and then: those of a module have all tokens to choose from.
-        counts = stats.speculation
-        assert (counts.num_draft_tokens if cell in MODULE_CELLS else counts.num_accepted_tokens) > 0
+    return stats
 
 
-@pytest.mark.parametrize(("name", "cell"), cells(list(NUM_EXPERTS), list(EXPERT_CELLS)))
-def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> None:
-    arguments = expert_arguments(name, cell)
-    if name in WITH_MODULE and "speculative_config" not in arguments:
-        arguments["speculative_config"] = MTP
-    llm = engine(families.path(name), **arguments)
-    prompts, params = zip(*requests(), strict=True)
-    for _ in range(2):
-        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-        assert [answer(output) for output in outputs] == families.expected(name)
-        llm.check_integrity()
-    stats = llm.stats().experts
-    llm.shutdown()
-    assert stats.num_moved > 0
-    assert stats.num_failed == 0
+def check_expert_cell(families: Families, name: str, cell: str, **options: Any) -> None:
+    """Does so for a cell of EXPERT_CELLS, in which experts move between the ranks."""
+    stats = check_batches(families, name, {**options, **expert_arguments(families.family(name), cell)})
+    assert stats.experts.num_moved > 0
+    assert stats.experts.num_failed == 0
 
 
-@pytest.mark.parametrize(("name", "pair"), cells(FAMILIES, list(PAIRS)))
-def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
+def check_pair(families: Families, name: str, pair: str, transport: str = "sockets", **options: Any) -> None:
+    """Computes prompts in one engine of PAIRS, and their answers in the other, which loads their whole blocks."""
     engines: list[LLM] = []
+    has_states = families.family(name) in HYBRIDS
     for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):
-        block_size = 16 if name in HYBRIDS else block_size
+        block_size = 16 if has_states else block_size
         ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "block_size": block_size}
-        options: dict[str, Any] = {"kv_transfer_config": transfer_config(role), "enable_prefix_caching": True}
-        if name in WITH_MODULE:
-            options["speculative_config"] = MTP
-        engines.append(engine(families.path(name), **options, **ranks))
+        moving = {"kv_transfer_config": transfer_config(role, transport), "enable_prefix_caching": True}
+        engines.append(engine(families.path(name), **families.arguments, **moving, **ranks, **options))
     prefill, decode = engines
-    block_size = 16 if name in HYBRIDS else PAIRS[pair][1][2]
     num_loaded = 0
     for (prompt, params), wanted in zip(requests(), families.expected(name), strict=True):
         assert decode.reset_prefix_cache()
@@ -328,6 +324,33 @@ def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, na
     for llm in engines:
         llm.check_integrity()
         llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp("families"))
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    cells(FAMILIES, [cell for cell in CELLS if cell not in MODULE_CELLS]) + cells(WITH_MODULE, MODULE_CELLS),
+)
+def test_a_batch(families: Families, name: str, cell: str) -> None:
+    stats = check_cell(families, name, cell)
+    if "speculative_config" in CELLS[cell]:
+        # Only drafts of n-grams are right now and then: those of a module have all tokens to choose from.
+        counts = stats.speculation
+        assert (counts.num_draft_tokens if cell in MODULE_CELLS else counts.num_accepted_tokens) > 0
+
+
+@pytest.mark.parametrize(("name", "cell"), cells(list(NUM_EXPERTS), list(EXPERT_CELLS)))
+def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> None:
+    check_expert_cell(families, name, cell, **({"speculative_config": MTP} if name in WITH_MODULE else {}))
+
+
+@pytest.mark.parametrize(("name", "pair"), cells(FAMILIES, list(PAIRS)))
+def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
+    check_pair(families, name, pair, **({"speculative_config": MTP} if name in WITH_MODULE else {}))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -407,111 +430,4 @@ def test_grouped_query_drafts_of_a_model_with_latents(families: Families) -> Non
         assert found.num_cached_tokens == (len(prompt) - 1) // 16 * 16
     assert decode.stats().speculation.num_draft_tokens > 0
     for llm in (plain, prefill, decode):
-        llm.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("deepseek-v3", {}),
-        ("deepseek-v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "speculative_config": MTP}),
-        ("qwen3-moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-        ("qwen3.5-moe", {"speculative_config": MTP, "max_num_batched_tokens": 24}),
-        ("lfm2-moe", {}),
-        ("granite4-moe", {}),
-        ("nemotron-h", {"speculative_config": NGRAM}),
-        # A rank's key heads begin within a block.
-        pytest.param("qwen3.5", {"tensor_parallel_size": 3}, marks=pytest.mark.long),
-    ],
-)
-def test_fp8_blocks_are_the_values_they_stand_for(
-    families: Families, tmp_path: Path, name: str, arguments: dict[str, Any]
-) -> None:
-    quantized, twin = quantize_in_blocks(families.path(name), tmp_path)
-    assert check_twins(quantized, twin, arguments) != families.expected(name)
-
-
-# Layers that stay quantized, and that do not; the rest differ in what the unit tests of formats cover.
-QUICK = ("packed with zero points", "gptq in act-order", "float8")
-QUANTIZED = [
-    pytest.param("qwen3-128", name, {}, marks=() if name in QUICK else pytest.mark.long)
-    for name in FORMATS
-    if "inputs" not in name
-]
-QUANTIZED += [
-    pytest.param("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True}),
-    # Parts of recurrent layers, whose inputs and outputs are divided and reordered as those of attention are not.
-    pytest.param("qwen3.5", "gptq in act-order", {}),
-    pytest.param("qwen3.5-moe", "packed with zero points", {}),
-    pytest.param("qwen3-next", "gptq", {}),
-    pytest.param("lfm2", "float8", {}),
-    pytest.param("lfm2-moe", "packed with zero points", {}),
-    pytest.param("granite4-moe", "gptq", {}),
-    pytest.param("nemotron-h", "packed with zero points", {}),
-    pytest.param("nemotron-h", "modelopt", {}),
-    pytest.param("gemma4", "packed", {}, marks=pytest.mark.long),
-    pytest.param("nemotron-h", "gptq with zero points", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize(("family", "name", "arguments"), QUANTIZED)
-def test_quantized_weights_are_the_values_they_stand_for(
-    families: Families, tmp_path: Path, family: str, name: str, arguments: dict[str, Any]
-) -> None:
-    check_twins(*quantize_checkpoint(families.path(family), tmp_path, name), arguments)
-
-
-def test_experts_in_4_bit_floats_are_the_values_they_stand_for(families: Families, tmp_path: Path) -> None:
-    check_twins(*quantize_experts(families.path("gpt-oss"), tmp_path), {"tensor_parallel_size": 2})
-
-
-def check_twins(quantized: Path, twin: Path, arguments: dict[str, Any]) -> list[Answer]:
-    """Returns the answers of both."""
-    found: list[list[Answer]] = []
-    for path, changes in ((twin, {}), (quantized, arguments)):
-        llm = engine(path, **changes)
-        found.append([answer(complete(llm, prompt, params)) for prompt, params in requests()])
-        llm.shutdown()
-    assert found[0] == found[1]
-    return found[0]
-
-
-@pytest.fixture(scope="module")
-def quantized(families: Families, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Answer]]]:
-    """Checkpoints in two formats, with the answers of a plain run: the values of one are another layer's inputs."""
-    found: dict[str, tuple[Path, list[Answer]]] = {}
-    for name in ("packed with zero points", "int8 with int8 inputs"):
-        path, _ = quantize_checkpoint(families.path("qwen3-128"), tmp_path_factory.mktemp("quantized"), name)
-        llm = engine(path)
-        found[name] = path, [answer(complete(llm, prompt, params)) for prompt, params in requests()]
-        llm.shutdown()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    cells(
-        ["packed with zero points", "int8 with int8 inputs"],
-        ["chunks", "preemption", "drafts", "three ranks, drafts", "ranks of stages", "a tier"],
-    ),
-)
-def test_a_cell_of_quantized_weights(quantized: dict[str, tuple[Path, list[Answer]]], name: str, cell: str) -> None:
-    path, expected = quantized[name]
-    llm = engine(path, **CELLS[cell])
-    prompts, params = zip(*requests(), strict=True)
-    assert [answer(found) for found in llm.generate(list(prompts), list(params), use_tqdm=False)] == expected
-    llm.shutdown()
-
-
-@pytest.mark.parametrize("name", ["packed with zero points", "int8 with int8 inputs"])
-def test_quantized_engines_exchange_kv(quantized: dict[str, tuple[Path, list[Answer]]], name: str) -> None:
-    path, expected = quantized[name]
-    common = {"enable_prefix_caching": True}
-    prefill = engine(path, kv_transfer_config=transfer_config("kv_producer"), tensor_parallel_size=2, **common)
-    decode = engine(path, kv_transfer_config=transfer_config("kv_consumer"), **common)
-    for (prompt, params), wanted in zip(requests(), expected, strict=True):
-        found = disaggregated(prefill, decode, prompt, params)
-        assert answer(found) == wanted
-        assert found.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-    for llm in (prefill, decode):
         llm.shutdown()

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock import LLM, ConfigError
+from penstock import ConfigError
 from penstock.config.engine import EngineArgs, resolve
 from penstock.kernels import native
 from tests.grids import grid
 from tests.integration.checkpoints import make_encoder_checkpoint
 from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
-from tests.integration.test_identity_families import CELLS, PAIRS, WITH_TWO_GROUPS, Families, answer, engine, requests
+from tests.integration.test_identity_families import Families, answer, check_cell, check_pair, engine, requests
 from tests.integration.test_identity_matrix import run
 from tests.integration.test_identity_speculation import METHODS, SMALL_POOL, config
 from tests.integration.test_kv_connectors import offloading
@@ -35,24 +35,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
 @pytest.mark.parametrize(("name", "cell"), grid(FAMILIES, BATCHES, strength=1))
 def test_a_batch(families: Families, name: str, cell: str) -> None:
-    arguments = dict(CELLS[cell])
-    if name in WITH_TWO_GROUPS and "num_gpu_blocks_override" in arguments:
-        arguments["num_gpu_blocks_override"] = 32
-    llm = engine(families.path(name), **INT8, **arguments)
-    prompts, params = zip(*requests(), strict=True)
-    # The second time, what the first one left in a cache is used.
-    for _ in range(2):
-        outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-        llm.check_integrity()
-        assert [answer(output) for output in outputs] == families.expected(name)
-    stats = llm.stats()
-    llm.shutdown()
-    if cell == "preemption":
-        assert stats.num_preemptions > 0
-    if cell == "hits":
-        assert stats.prefix_cache_hits > 100
-    if cell == "a tier":
-        assert stats.connector["num_loads"] > 0
+    check_cell(families, name, cell)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -72,21 +55,7 @@ def test_the_integers_are_what_is_read(families: Families, name: str) -> None:
 def test_a_prompt_in_one_engine_and_its_answer_in_another(
     families: Families, name: str, pair: str, transport: str
 ) -> None:
-    engines: list[LLM] = []
-    for role, (tp, pp, block_size) in zip(("kv_producer", "kv_consumer"), PAIRS[pair], strict=True):
-        ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "block_size": block_size}
-        moving = {"kv_transfer_config": transfer_config(role, transport), "enable_prefix_caching": True}
-        engines.append(engine(families.path(name), **INT8, **moving, **ranks))
-    prefill, decode = engines
-    block_size = PAIRS[pair][1][2]
-    for (prompt, params), wanted in zip(requests(), families.expected(name), strict=True):
-        assert decode.reset_prefix_cache()
-        found = disaggregated(prefill, decode, prompt, params)
-        assert answer(found) == wanted
-        assert found.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
-    for llm in engines:
-        llm.check_integrity()
-        llm.shutdown()
+    check_pair(families, name, pair, transport)
 
 
 def test_half_the_bytes_are_moved(families: Families) -> None:

@@ -1,0 +1,186 @@
+"""Promise P4 for quantized weights: a checkpoint has the tokens of the values that it stands for, and whatever
+schedules, stores, moves or reuses KV, or moves weights, changes none of them.
+
+Cells are those of `test_identity_families`, compared with plain runs of the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.checkpoints import quantize_in_blocks
+from tests.integration.test_gguf_models import make_twins, weights_digest
+from tests.integration.test_identity_families import (
+    CELLS,
+    EXPERT_CELLS,
+    MODULE_CELLS,
+    MTP,
+    NGRAM,
+    PAIRS,
+    Families,
+    cells,
+    check_cell,
+    check_expert_cell,
+    check_pair,
+    check_twins,
+)
+from tests.quantized_formats import FORMATS, quantize_checkpoint, quantize_experts, quantize_in_kinds
+
+# Name -> the family whose weights are quantized. The experts of 4 bits are beside attention in W8A8.
+WEIGHTS = {
+    "W4": "qwen3-128",
+    "W8A8": "qwen3-128",
+    "Q4_K": "qwen3",
+    "MXFP4 experts": "gpt-oss",
+    "W4 experts": "qwen3-moe",
+}
+FORMATS_OF = {"W4": "packed with zero points", "W8A8": "int8 with int8 inputs"}
+
+
+class Quantized(Families):
+    """Has checkpoints of WEIGHTS as well."""
+
+    def family(self, name: str) -> str:
+        return WEIGHTS.get(name, name)
+
+    def path(self, name: str) -> Path:
+        if name not in WEIGHTS:
+            return super().path(name)
+        folder = self.folder / name
+        file = folder / "model.gguf" if name == "Q4_K" else folder / "quantized"
+        if not file.exists():
+            folder.mkdir()
+            if name == "Q4_K":
+                # Beside Q5_K and Q6_K.
+                make_twins("qwen3, K types", folder, file)
+            elif name == "MXFP4 experts":
+                quantize_experts(self.path("gpt-oss"), folder)
+            elif name == "W4 experts":
+                quantize_in_kinds(self.path("qwen3-moe"), folder, has_int8_inputs=True)
+            else:
+                quantize_checkpoint(self.path(WEIGHTS[name]), folder, FORMATS_OF[name])
+        return file
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quantized]:
+    folder = tmp_path_factory.mktemp("families")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield Quantized(folder)
+
+
+# ---- The values that a format stands for ----
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("deepseek-v3", {}),
+        ("deepseek-v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "speculative_config": MTP}),
+        ("qwen3-moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("qwen3.5-moe", {"speculative_config": MTP, "max_num_batched_tokens": 24}),
+        ("lfm2-moe", {}),
+        ("granite4-moe", {}),
+        ("nemotron-h", {"speculative_config": NGRAM}),
+        # A rank's key heads begin within a block.
+        pytest.param("qwen3.5", {"tensor_parallel_size": 3}, marks=pytest.mark.long),
+    ],
+)
+def test_fp8_blocks_are_the_values_they_stand_for(
+    families: Quantized, tmp_path: Path, name: str, arguments: dict[str, Any]
+) -> None:
+    quantized, twin = quantize_in_blocks(families.path(name), tmp_path)
+    assert check_twins(quantized, twin, arguments) != families.expected(name)
+
+
+# Layers that stay quantized, and that do not; the rest differ in what the unit tests of formats cover.
+QUICK = ("packed with zero points", "gptq in act-order", "auto-round with zero points", "float8")
+QUANTIZED = [
+    pytest.param("qwen3-128", name, {}, marks=() if name in QUICK else pytest.mark.long)
+    for name in FORMATS
+    if "inputs" not in name
+]
+QUANTIZED += [
+    pytest.param("qwen3-moe", "packed", {"tensor_parallel_size": 3, "enable_expert_parallel": True}),
+    # Parts of recurrent layers, whose inputs and outputs are divided and reordered as those of attention are not.
+    pytest.param("qwen3.5", "gptq in act-order", {}),
+    pytest.param("qwen3.5-moe", "packed with zero points", {}),
+    pytest.param("qwen3-next", "gptq", {}),
+    pytest.param("lfm2", "float8", {}),
+    pytest.param("lfm2-moe", "packed with zero points", {}),
+    pytest.param("granite4-moe", "gptq", {}),
+    pytest.param("nemotron-h", "packed with zero points", {}),
+    pytest.param("nemotron-h", "modelopt", {}),
+    pytest.param("gemma4", "packed", {}, marks=pytest.mark.long),
+    pytest.param("nemotron-h", "gptq with zero points", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "arguments"), QUANTIZED)
+def test_quantized_weights_are_the_values_they_stand_for(
+    families: Quantized, tmp_path: Path, family: str, name: str, arguments: dict[str, Any]
+) -> None:
+    check_twins(*quantize_checkpoint(families.path(family), tmp_path, name), arguments)
+
+
+# Every last group is shorter.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("packed", "awq") else pytest.mark.long)
+        for name in ("packed", "packed with zero points", "gptq", "gptq with zero points", "awq", "awq, symmetric")
+    ],
+)
+def test_groups_of_64_are_the_values_they_stand_for(families: Quantized, tmp_path: Path, name: str) -> None:
+    check_twins(*quantize_checkpoint(families.path("qwen3-128"), tmp_path, name, 64), {"tensor_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, pytest.param({"tensor_parallel_size": 3, "enable_expert_parallel": True}, marks=pytest.mark.long)]
+)
+def test_experts_in_4_bits_beside_attention_in_8_bits_and_routers_in_bfloat16(
+    families: Quantized, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """Only where the group of attention says so, its inputs are rounded too."""
+    found: list[Any] = []
+    for has_int8_inputs in (False, True):
+        twins = quantize_in_kinds(families.path("qwen3-moe"), tmp_path / str(has_int8_inputs), has_int8_inputs)
+        found.append(check_twins(*twins, arguments))
+    assert found[0] != found[1]
+
+
+def test_experts_in_4_bit_floats_are_the_values_they_stand_for(families: Quantized, tmp_path: Path) -> None:
+    check_twins(*quantize_experts(families.path("gpt-oss"), tmp_path), {"tensor_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    "name", ["packed with zero points", "awq", "auto-round", "gptq in act-order", "float8", "int8"]
+)
+def test_a_checkpoint_and_its_values_have_one_hash(families: Quantized, tmp_path: Path, name: str) -> None:
+    path = families.path("qwen3-128")
+    found = [weights_digest(each) for each in (path, *quantize_checkpoint(path, tmp_path, name))]
+    assert found[0] != found[1] == found[2]
+
+
+# ---- Cells of the matrix ----
+
+
+@pytest.mark.parametrize(("name", "cell"), cells(list(WEIGHTS), [cell for cell in CELLS if cell not in MODULE_CELLS]))
+def test_a_batch(families: Quantized, name: str, cell: str) -> None:
+    check_cell(families, name, cell)
+
+
+@pytest.mark.parametrize(("name", "cell"), cells(("MXFP4 experts", "W4 experts"), list(EXPERT_CELLS)))
+def test_whole_experts_on_ranks(families: Quantized, name: str, cell: str) -> None:
+    """Experts move between ranks while requests run, and their scales with them."""
+    check_expert_cell(families, name, cell)
+
+
+@pytest.mark.parametrize(("name", "pair"), cells(list(WEIGHTS), list(PAIRS)))
+def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Quantized, name: str, pair: str) -> None:
+    check_pair(families, name, pair)
