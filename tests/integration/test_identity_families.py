@@ -223,6 +223,10 @@ def expert_arguments(name: str, cell: str) -> dict[str, Any]:
     return {**arguments, **EPLB, "eplb_config": eplb}
 
 
+def drafts_of(name: str) -> dict[str, Any]:
+    return {"speculative_config": MTP} if name in WITH_MODULE else {}
+
+
 def engine(path: Path, **changes: Any) -> LLM:
     return LLM(str(path), **{**PLAIN, **changes})
 
@@ -345,12 +349,12 @@ def test_a_batch(families: Families, name: str, cell: str) -> None:
 
 @pytest.mark.parametrize(("name", "cell"), cells(list(NUM_EXPERTS), list(EXPERT_CELLS)))
 def test_whole_experts_on_ranks(families: Families, name: str, cell: str) -> None:
-    check_expert_cell(families, name, cell, **({"speculative_config": MTP} if name in WITH_MODULE else {}))
+    check_expert_cell(families, name, cell, **drafts_of(name))
 
 
 @pytest.mark.parametrize(("name", "pair"), cells(FAMILIES, list(PAIRS)))
 def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Families, name: str, pair: str) -> None:
-    check_pair(families, name, pair, **({"speculative_config": MTP} if name in WITH_MODULE else {}))
+    check_pair(families, name, pair, **drafts_of(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
