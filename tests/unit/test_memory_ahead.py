@@ -1,17 +1,19 @@
 """Memory is allocated before it is used for the first time."""
 
 import ctypes
+import itertools
 import mmap
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from penstock.kv_transfer.transports import peers
 from penstock.kv_transfer.transports.sockets import SocketsTransport
-from penstock.utils import memory_ahead
+from penstock.utils import memory_ahead, shared_memory
 from penstock.utils.memory_ahead import Area, MemoryAhead
 from penstock.utils.shared_memory import populate_memory
 
@@ -79,6 +81,24 @@ def test_populated_memory_keeps_its_content() -> None:
     populate_memory(np.frombuffer(mapping, np.uint8).ctypes.data + 5000, MIB // 2)
     assert before < MIB // 2 // mmap.PAGESIZE <= num_resident(mapping)
     assert mapping[5000] == 7
+
+
+def test_no_call_locks_the_mappings_of_the_process_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the lowest priority that loses its core within a call may wait for it for seconds."""
+    calls, pauses, seconds = list[tuple[int, int]](), list[float](), itertools.count(0.0, 0.25)
+
+    def madvise(address: ctypes.c_void_p, length: ctypes.c_size_t, _: int) -> None:
+        calls.append((address.value or 0, length.value))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
+    monkeypatch.setattr(shared_memory, "time", SimpleNamespace(monotonic=seconds.__next__))
+    monkeypatch.setattr(shared_memory, "threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=pauses.append)))
+    populate_memory(10 * MIB + 5000, 2 * MIB)
+    assert pauses == [0.25] * len(calls), "it pauses as long as each call took"
+    assert max(length for _, length in calls) <= MIB // 8
+    ends = [address + length for address, length in calls]
+    assert [10 * MIB + 4096, *ends[:-1]] == [address for address, _ in calls]
+    assert ends[-1] == 12 * MIB + 5000
 
 
 def test_the_memory_of_a_transport_is_allocated_before_transfers_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,9 @@ class Area:
 
 class MemoryAhead:
     """A thread that runs when the processor is otherwise idle, and calls `populate(start, bytes)` for parts of the
-    areas. One thread at a time calls `use`. On a busy machine the thread may need minutes: a program ends without
-    waiting for it. If nothing refers to this object any more, the thread ends after what was requested.
+    areas. If several threads call `use` at once, memory may be populated twice. On a busy machine the thread may need
+    minutes: a program ends without waiting for it. If nothing refers to this object any more, the thread ends after
+    what was requested.
     """
 
     def __init__(self, areas: Sequence[Area], populate: Callable[[int, int], None]) -> None:

@@ -10,12 +10,15 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
+import time
 import weakref
 
 import numpy as np
 
 # Linux 5.14 and later: allocates pages without writing to them. Elsewhere it fails without other effects.
 _MADV_POPULATE_WRITE = 23
+_POPULATED_BYTES = 128 << 10  # in one call
 
 
 class SharedMemory:
@@ -24,10 +27,9 @@ class SharedMemory:
     def __init__(self, name: str, descriptor: int, num_bytes: int, *, writable: bool = True) -> None:
         self.name = name
         mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # If the system has huge pages for shared memory, the first use of a chunk costs fewer page faults.
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+        # If the system has huge pages for shared memory, the first use of a chunk costs fewer page faults.
+        with contextlib.suppress(AttributeError, OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(mapping)
         self.address: int = np.frombuffer(mapping, np.uint8).ctypes.data
 
@@ -37,11 +39,16 @@ class SharedMemory:
 
 
 def populate_memory(address: int, num_bytes: int) -> None:
-    """Allocates the pages of memory, which keeps its content; other threads continue to run."""
-    if num_bytes > 0:
-        start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        length = ctypes.c_size_t(address + num_bytes - start)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), length, _MADV_POPULATE_WRITE)
+    """Allocates the pages of memory, which keeps its content; other threads continue to run. It pauses half of the
+    time: within a call of the system no other thread can map or unmap memory, and on a busy machine a thread of the
+    lowest priority that loses its core there gets it back after seconds.
+    """
+    start, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + num_bytes
+    madvise = ctypes.CDLL(None).madvise
+    for step in range(start, end, _POPULATED_BYTES):
+        begun = time.monotonic()
+        madvise(ctypes.c_void_p(step), ctypes.c_size_t(min(_POPULATED_BYTES, end - step)), _MADV_POPULATE_WRITE)
+        threading.Event().wait(time.monotonic() - begun)
 
 
 def create_memory(num_bytes: int) -> SharedMemory:
