@@ -33,7 +33,7 @@ PARTS: tuple[Part, ...] = (
 )
 
 
-def read(folder: Path, tensors: Tensors, config: dict[str, Any], *parts: Part, shape: tuple[int, ...] = (ROWS, INPUTS)):
+def read(folder: Path, tensors: Tensors, config: Any, *parts: Part, shape: tuple[int, ...] = (ROWS, INPUTS)):
     save_file(tensors, folder / "model.safetensors")
     quantization = read_quantization(folder, json.loads(json.dumps(config)))
     with closing(open_weights(folder, "auto", quantization=quantization)) as source:
@@ -92,6 +92,16 @@ def test_what_is_not_quantized_passes_unchanged(tmp_path: Path) -> None:
     (found,) = read(tmp_path, {WEIGHT: weight}, FORMATS["gptq"][0], (slice(3, 7),))
     assert torch.equal(dense(found), weight[3:7])
     assert not isinstance(found, QuantizedWeight)
+
+
+@pytest.mark.parametrize("name", ["float8", "modelopt", "int8"])
+def test_numbers_of_8_bits_are_refused_where_nothing_says_how_the_weights_are_quantized(
+    name: str, tmp_path: Path
+) -> None:
+    """Without their scales they would be other weights, as of a folder that lacks ModelOpt's own file."""
+    tensors, _ = FORMATS[name][1](WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS))
+    with pytest.raises(ConfigError, match="which need a quantization_config"):
+        read(tmp_path, tensors, None, (slice(3, 7),))
 
 
 def test_experts_of_four_bit_floats(tmp_path: Path) -> None:

@@ -7,44 +7,44 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from penstock.config.model import read_json
-from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
+from penstock.models.sources.source import ALL, Part, progress_of
 from penstock.utils.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")
 # Those that torch has; readers of quantized weights know more of them.
-_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I64", "I32", "I16", "I8", "U8")
+TYPES = (*PLAIN_TYPES, "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8")
 
 
 class CheckpointSource:
     """The safetensors files of a checkpoint folder: one file, or shards with an index."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, types: Sequence[str] = TYPES) -> None:
+        """`types` are those of the numbers that mean something to the reader: 8 bits have a scale."""
+        self._types = types
         self._file_of = _locate(folder)
         self._folder = folder
         self._open_files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
-        total = len(self._file_of)
-        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=PROGRESS_DELAY_SECONDS)
+        self._progress = progress_of(len(self._file_of))
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        found = self.shape(name)
-        if found != tuple(shape):
+        if (found := self.shape(name)) != tuple(shape):
             raise ConfigError(
                 f"{self._file(name)}: {name!r} has shape {list(found)}, config.json asks for {list(shape)}"
             )
         try:
             stored = self._open_files[self._file_of[name]].get_slice(name)
-            if stored.get_dtype() not in _TYPES:
+            kind = stored.get_dtype()
+            if kind not in self._types:
                 raise ConfigError(
-                    f"{self._file(name)}: {name!r} has numbers of type {stored.get_dtype()}, which is not read"
+                    f"{self._file(name)}: {name!r} has numbers of type {kind}, which need a quantization_config"
                 )
-            tensor = stored[part]
+            self._progress.update()
+            return stored[part]
         except SafetensorError as error:
             raise ConfigError(f"{self._file(name)}: cannot read {name!r}: {error}") from None
-        self._progress.update()
-        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a tensor's shape. Raises ConfigError if it is missing."""

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from penstock.config.gguf.architectures import Place, TensorNames, fields_of
 from penstock.config.gguf.file import GGUFFile, StoredTensor, open_gguf
 from penstock.kernels.quantized import E2M1, QuantizedWeight, dense, integers, reordered, signed_integers
 from penstock.models.sources.gguf_orders import Orders
-from penstock.models.sources.source import ALL, PROGRESS_DELAY_SECONDS, Part
+from penstock.models.sources.source import ALL, Part, progress_of
 from penstock.utils.errors import ConfigError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,8 +36,7 @@ class GGUFSource:
         self._file = open_gguf(path)
         self._names = TensorNames(self._file)
         self._orders = Orders(self._names.family, fields_of(self._file))
-        total = len(self._file.tensors)
-        self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=PROGRESS_DELAY_SECONDS)
+        self._progress = progress_of(len(self._file.tensors))
 
     def has(self, name: str) -> bool:
         place = self._names.find(name)

@@ -10,7 +10,7 @@ from penstock.config.gguf.file import open_gguf
 from penstock.config.gguf.folder import unpacked_file
 from penstock.config.model import ModelConfig
 from penstock.config.quantization import QuantizationConfig
-from penstock.models.sources.checkpoint import CheckpointSource, checkpoint_bytes
+from penstock.models.sources.checkpoint import PLAIN_TYPES, TYPES, CheckpointSource, checkpoint_bytes
 from penstock.models.sources.dummy import DummySource
 from penstock.models.sources.gguf import GGUFSource, bytes_in_memory
 from penstock.models.sources.quantized import QuantizedSource
@@ -31,7 +31,7 @@ def open_weights(
     file = unpacked_file(folder)
     if file is not None:
         return GGUFSource(file)
-    source = CheckpointSource(folder)
+    source = CheckpointSource(folder, PLAIN_TYPES if quantization is None else TYPES)
     return source if quantization is None else QuantizedSource(source, quantization)
 
 

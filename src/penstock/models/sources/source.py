@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from tqdm import tqdm
 
 from penstock.kernels.quantized import QuantizedWeight
 
@@ -13,8 +14,10 @@ Part = tuple[slice, ...]
 """Part of a tensor: an interval of each dimension, starting with the first; omitted dimensions are whole."""
 ALL: Part = (slice(None),)
 
-PROGRESS_DELAY_SECONDS = 2.0
-"""How long reading must take before its progress is shown."""
+
+def progress_of(num_tensors: int) -> tqdm[Any]:
+    """Shows how many tensors have been read, if that takes more than two seconds."""
+    return tqdm(total=num_tensors, desc="loading weights", unit="tensor", delay=2.0)
 
 
 class WeightSource(Protocol):
