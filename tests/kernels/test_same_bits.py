@@ -114,6 +114,15 @@ def add_quantized(calls: NativeCalls) -> None:
             calls.add("linear", "pppnnn", layer, x[:rows, :k].contiguous(), out, n, rows, THREADS)
 
 
+def add_block_codes(calls: NativeCalls) -> None:
+    count, num_bytes, values = 9, 210, 256
+    blocks = torch.arange(count * num_bytes).mul(37).to(torch.uint8)
+    for run, bits in itertools.product((1, 32, 64), (1, 2)):
+        low, high = (calls.struct("nnn", *planes) for planes in ((0, run, 4), (128, min(run, 32), bits)))
+        out = calls.result(f"codes {run} {bits}", torch.zeros(count, values, dtype=torch.uint8))
+        calls.add("unpack_codes", "ppppnnnn", low, high, blocks, out, count, num_bytes, values, THREADS)
+
+
 def add_experts(calls: NativeCalls) -> None:
     tokens, top_k, experts, k, inner = 23, 2, 3, 72, 40
     ids = torch.arange(tokens * top_k).view(tokens, top_k) % experts
@@ -326,8 +335,8 @@ def add_step(
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
     for add in (
-        add_linear, add_linear_of_some_rows, add_quantized, add_experts, add_router, add_attention, add_elementwise,
-        add_rope, add_recurrent,
+        add_linear, add_linear_of_some_rows, add_quantized, add_block_codes, add_experts, add_router, add_attention,
+        add_elementwise, add_rope, add_recurrent,
     ):  # fmt: skip
         add(calls)
     return calls

@@ -6,9 +6,11 @@ count or an offset that points beyond the file is an error before anything is al
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +73,7 @@ class StoredTensor:
 
     @property
     def num_rows(self) -> int:
-        count = 1
-        for size in self.shape[:-1]:
-            count *= size
-        return count
+        return math.prod(self.shape[:-1])
 
     @property
     def num_bytes(self) -> int:
@@ -109,17 +108,22 @@ class GGUFFile:
             self.metadata[name] = self._value(self._integer(4))
         self.tensors = self._read_directory(num_tensors)
 
-    def rows(self, name: str, first: int, end: int) -> np.ndarray:
-        """Returns a copy of the stored bytes of some rows of a tensor, [rows, row_bytes] uint8."""
+    @contextmanager
+    def mapped_rows(self, name: str, first: int, end: int) -> Generator[np.ndarray]:
+        """Provides the stored bytes of some rows of a tensor, [rows, row_bytes] uint8, without a copy."""
         tensor = self.tensors[name]
         count, width = end - first, tensor.row_bytes
         start = tensor.start + first * width
-        stored = np.frombuffer(tensor.file, np.uint8, count * width, start).reshape(count, width).copy()
+        yield np.frombuffer(tensor.file, np.uint8, count * width, start).reshape(count, width)
         # Pages that have been read would count as memory of this process, beside the layers that are made of them.
         page = start - start % mmap.PAGESIZE
-        if stored.size:
-            tensor.file.madvise(mmap.MADV_DONTNEED, page, start + stored.size - page)
-        return stored
+        if count * width:
+            tensor.file.madvise(mmap.MADV_DONTNEED, page, start + count * width - page)
+
+    def rows(self, name: str, first: int, end: int) -> np.ndarray:
+        """Returns a copy of these bytes."""
+        with self.mapped_rows(name, first, end) as rows:
+            return rows.copy()
 
     @property
     def num_parts(self) -> int:

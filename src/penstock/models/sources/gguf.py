@@ -7,24 +7,27 @@ is a code times the scale of its group, or that less the group's minimum.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from penstock.config.gguf.architectures import Place, TensorNames, fields_of
-from penstock.config.gguf.file import GGUFFile, StoredTensor, open_gguf
+from penstock.config.gguf.file import BlockType, GGUFFile, StoredTensor, open_gguf
+from penstock.kernels.block_codes import Planes, unpack_codes
+from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.quantized import E2M1, QuantizedWeight, dense, integers, reordered, signed_integers
 from penstock.models.sources.gguf_orders import Orders
 from penstock.models.sources.source import ALL, Part, progress_of
 from penstock.utils.errors import ConfigError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GROUP = 32
 _THREE = 3
-# Numbers that are unpacked at a time.
-_CHUNK = 1 << 22
+# The memory of codes that is used again; only what has been used is resident.
+_CODE_BYTES = 1 << 28
 # What `attn_kv_b` is divided into: for every head, what makes keys, transposed, and what makes values.
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 
@@ -36,6 +39,7 @@ class GGUFSource:
         self._file = open_gguf(path)
         self._names = TensorNames(self._file)
         self._orders = Orders(self._names.family, fields_of(self._file))
+        self._memory = _Memory()
         self._progress = progress_of(len(self._file.tensors))
 
     def has(self, name: str) -> bool:
@@ -176,13 +180,8 @@ class GGUFSource:
         first, end = first + skipped, end + skipped
         if stored.type.name in _FLOATS:
             return self._floats(place.name, stored, first, end)
-        # Some rows at a time, since the intermediate results take several times the memory of the codes.
-        step, unpack = max(1, _CHUNK // max(1, stored.shape[-1])), _UNPACKERS[stored.type.name]
-        parts: list[QuantizedWeight] = []
-        for start in range(first, end, step):
-            rows = self._file.rows(place.name, start, min(start + step, end))
-            parts.append(unpack(torch.from_numpy(rows).view(-1, stored.type.num_bytes), len(rows)))
-        return QuantizedWeight.cat(parts)
+        with self._file.mapped_rows(place.name, first, end) as rows:
+            return _FORMATS[stored.type.name].unpack(rows, stored.type, self._memory)
 
     def _floats(self, name: str, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
         dtype = _FLOATS.get(stored.type.name)
@@ -201,115 +200,113 @@ def _with_inputs(rows: torch.Tensor | QuantizedWeight, order: torch.Tensor, run:
     return rows.unflatten(1, (-1, run))[:, order].flatten(1)
 
 
-def _halves(packed: torch.Tensor) -> torch.Tensor:
-    """[n, bytes] -> [n, 2, bytes]: the low four bits of all bytes, then the high ones."""
-    return torch.stack((packed & 15, packed >> 4), 1)
+# Of every block scales, minima and factors, each [blocks, numbers of a block], as `QuantizedWeight` has them.
+_Numbers = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Returns a float16 of every block, [n, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+def _bytes(blocks: np.ndarray, first: int, count: int) -> torch.Tensor:
+    """Returns a copy of some bytes of every block, [blocks, count] uint8."""
+    return torch.from_numpy(blocks[:, first : first + count].copy())
 
 
-def _by_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
-    return values.reshape(rows, -1).contiguous()
+def _scales(blocks: np.ndarray) -> _Numbers:
+    return _bytes(blocks, 0, 2).view(torch.float16), None, None
 
 
-def _q4_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    codes = _halves(blocks[:, 2:])
-    return QuantizedWeight(_by_rows(codes, rows), integers(4, 8), _by_rows(_half(blocks, 0), rows), _GROUP)
-
-
-def _q4_1(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+def _scales_and_minima(blocks: np.ndarray) -> _Numbers:
     """What is subtracted is stored negated."""
-    scales, minima = _by_rows(_half(blocks, 0), rows), _by_rows(-_half(blocks, 2), rows)
-    return QuantizedWeight(_by_rows(_halves(blocks[:, 4:]), rows), integers(4), scales, _GROUP, minima=minima)
+    scales, minima = _bytes(blocks, 0, 4).view(torch.float16).split(1, 1)
+    return scales, -minima, None
 
 
-def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """[n, 4] -> [n, 32]: the bits of a 32-bit word, the lowest first, as the fifth bit of a code."""
-    return (((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1) << 4).flatten(1)
-
-
-def _q5_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    codes = _halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])
-    return QuantizedWeight(_by_rows(codes, rows), integers(5, 16), _by_rows(_half(blocks, 0), rows), _GROUP, 5)
-
-
-def _q5_1(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    codes = _halves(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
-    scales, minima = _by_rows(_half(blocks, 0), rows), _by_rows(-_half(blocks, 2), rows)
-    return QuantizedWeight(_by_rows(codes, rows), integers(5), scales, _GROUP, 5, minima=minima)
-
-
-def _q8_0(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    return QuantizedWeight(
-        _by_rows(blocks[:, 2:], rows), signed_integers(8), _by_rows(_half(blocks, 0), rows), _GROUP, 8
-    )
-
-
-def _k_weight(codes: torch.Tensor, bits: int, blocks: torch.Tensor) -> QuantizedWeight:
-    """Returns the weight [rows, inputs] of blocks with eight groups.
-
-    Scales and minima are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0 to 3 and 4
-    to 7; of the other four, bytes 8 to 11 have the low bits, and the top bits of the first eight bytes the high ones.
+def _k_numbers(blocks: np.ndarray) -> _Numbers:
+    """Eight scales and minima are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0
+    to 3 and 4 to 7; of the others, bytes 8 to 11 have the low bits, and the top bits of the first eight the high ones.
     """
-    packed, rows = blocks[:, 4:16], len(codes)
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
-    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
-    return QuantizedWeight(
-        codes,
-        integers(bits),
-        _by_rows(scales, rows).view(torch.int8),
-        _GROUP,
-        bits,
-        minima=_by_rows(minima, rows).view(torch.int8),
-        factors=torch.stack([_by_rows(_half(blocks, at), rows) for at in (0, 2)]),
-        factor_groups=8,
-    )
+    scales, minima, low = _bytes(blocks, 4, 12).view(torch.int32).unbind(1)
+    four_bits, top_bits, six_bits = 0x0F0F0F0F, 0x30303030, 0x3F3F3F3F
+    scales = torch.stack((scales & six_bits, (low & four_bits) | (scales >> 2 & top_bits)), 1)
+    minima = torch.stack((minima & six_bits, (low >> 4 & four_bits) | (minima >> 2 & top_bits)), 1)
+    return scales.view(torch.int8), minima.view(torch.int8), _bytes(blocks, 0, 4).view(torch.float16)
 
 
-def _q4_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    codes = _halves(blocks[:, 16:].reshape(-1, 32))
-    return _k_weight(_by_rows(codes, rows), 4, blocks)
+def _q6_k_numbers(blocks: np.ndarray) -> _Numbers:
+    return _bytes(blocks, 192, 16).view(torch.int8), None, _bytes(blocks, 208, 2).view(torch.float16)
 
 
-def _q5_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    low = _halves(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
-    high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    return _k_weight(_by_rows(low | (high << 4), rows), 5, blocks)
-
-
-def _q6_k(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
-    """Half a block is 128 numbers: the low four bits of the first 64 and then the high ones, and two bits more of each
-    quarter in 32 bytes. A group of 16 has a signed 8-bit number times the block's float16.
-    """
-    low = _halves(blocks[:, :128].reshape(-1, 64)).view(-1, 4, 32)
-    high = (blocks[:, 128:192].reshape(-1, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)) & 3
-    scales = _by_rows(blocks[:, 192:208], rows).view(torch.int8)
-    factors = _by_rows(_half(blocks, 208), rows)[None]
-    codes = _by_rows(low | (high << 4), rows)
-    return QuantizedWeight(codes, integers(6, 32), scales, 16, 6, factors=factors, factor_groups=16)
-
-
-def _mxfp4(blocks: torch.Tensor, rows: int) -> QuantizedWeight:
+def _mxfp4_numbers(blocks: np.ndarray) -> _Numbers:
     """The exponent of a power of two has the bias of bfloat16; the smallest is denormal."""
-    exponents = blocks[:, :1]
-    scales = (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16)
-    return QuantizedWeight(_by_rows(_halves(blocks[:, 1:]), rows), E2M1, _by_rows(scales, rows), _GROUP)
+    exponents = _bytes(blocks, 0, 1)
+    return (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16), None, None
 
 
-_UNPACKERS: dict[str, Callable[[torch.Tensor, int], QuantizedWeight]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
+class _Memory:
+    """Memory for codes. Those of a layer's tensors are neighbours, and the next layer's take their place when nothing
+    refers to them any more: the system would zero new memory, which takes longer than unpacking.
+    """
+
+    def __init__(self) -> None:
+        self._all = aligned_bytes(_CODE_BYTES).numpy()
+        self._taken = 0
+        self._in_use: Callable[[], np.ndarray | None] = lambda: None
+
+    def take(self, count: int) -> torch.Tensor:
+        """Returns [count] uint8."""
+        if count > _CODE_BYTES:
+            return aligned_bytes(count)
+        array = self._in_use()
+        if array is not None and self._taken + count > _CODE_BYTES:
+            self._all, array = aligned_bytes(_CODE_BYTES).numpy(), None
+        if array is None:
+            # Every tensor of these bytes keeps this array.
+            array, self._taken = self._all[:], 0
+            self._in_use = weakref.ref(array)
+        self._taken += count
+        return torch.from_numpy(array)[self._taken - count : self._taken]
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """What the bytes of a type's block are."""
+
+    codebook: torch.Tensor
+    low: Planes
+    high: Planes
+    numbers: Callable[[np.ndarray], _Numbers]
+    group: int = 32
+    factor_groups: int = 0
+
+    def unpack(self, stored: np.ndarray, type: BlockType, memory: _Memory) -> QuantizedWeight:
+        """Returns the weight of rows of blocks, [rows, row_bytes] uint8."""
+        rows, inputs = len(stored), stored.shape[1] // type.num_bytes * type.values
+        blocks = stored.reshape(-1, type.num_bytes)
+        codes = memory.take(rows * inputs).view(len(blocks), type.values)
+        unpack_codes(blocks, self.low, self.high, codes)
+        scales, minima, factors = self.numbers(blocks)
+        groups, bits = (rows, inputs // self.group), self.low.bits + self.high.bits
+        return QuantizedWeight(
+            codes.view(rows, inputs),
+            self.codebook,
+            scales.reshape(groups),
+            self.group,
+            bits,
+            minima=None if minima is None else minima.reshape(groups),
+            factors=None if factors is None else factors.view(rows, inputs // type.values, -1).movedim(2, 0),
+            factor_groups=self.factor_groups,
+        )
+
+
+_NO_PLANES = Planes()
+_FORMATS = {
+    "Q4_0": _Format(integers(4, 8), Planes(2, 16, 4), _NO_PLANES, _scales),
+    "Q4_1": _Format(integers(4), Planes(4, 16, 4), _NO_PLANES, _scales_and_minima),
+    "Q5_0": _Format(integers(5, 16), Planes(6, 16, 4), Planes(2, 1, 1), _scales),
+    "Q5_1": _Format(integers(5), Planes(8, 16, 4), Planes(4, 1, 1), _scales_and_minima),
+    "Q8_0": _Format(signed_integers(8), Planes(2, 32, 8), _NO_PLANES, _scales),
+    "Q4_K": _Format(integers(4), Planes(16, 32, 4), _NO_PLANES, _k_numbers, factor_groups=8),
+    "Q5_K": _Format(integers(5), Planes(48, 32, 4), Planes(16, 32, 1), _k_numbers, factor_groups=8),
+    "Q6_K": _Format(integers(6, 32), Planes(0, 64, 4), Planes(128, 32, 2), _q6_k_numbers, 16, 16),
+    "MXFP4": _Format(E2M1, Planes(1, 16, 4), _NO_PLANES, _mxfp4_numbers),
 }
 
 
@@ -322,9 +319,9 @@ def bytes_in_memory(file: GGUFFile, dtype: torch.dtype, keeps_quantized: bool) -
     for name, tensor in file.tensors.items():
         dense_bytes = tensor.num_blocks * tensor.type.values * dtype.itemsize
         kept_bytes = dense_bytes
-        if keeps_quantized and tensor.type.name in _UNPACKERS:
-            block = torch.zeros((1, tensor.type.num_bytes), dtype=torch.uint8)
-            kept_bytes = tensor.num_blocks * _UNPACKERS[tensor.type.name](block, 1).nbytes
+        if keeps_quantized and tensor.type.name in _FORMATS:
+            block = np.zeros((1, tensor.type.num_bytes), np.uint8)
+            kept_bytes = tensor.num_blocks * _FORMATS[tensor.type.name].unpack(block, tensor.type, _Memory()).nbytes
         if name == "token_embd.weight":
             # A head of the same tensor is read again.
             kept_bytes = dense_bytes + (kept_bytes if is_tied else 0)
