@@ -377,9 +377,9 @@ def test_every_family_is_in_the_table_of_the_documentation() -> None:
 
 
 def test_norms_that_are_rounded_once_have_a_float_weight() -> None:
-    weights = Weights(DummySource(torch.device("cpu")), torch.bfloat16, torch.device("cpu"))
     usual, once, from_one = (
-        read(weights, "norm", 8, 1e-6).weight for read in (rms_norm, rms_norm_rounded_once, rms_norm_from_one)
+        read(Weights(DummySource(torch.device("cpu")), torch.bfloat16, torch.device("cpu")), "norm", 8, 1e-6).weight
+        for read in (rms_norm, rms_norm_rounded_once, rms_norm_from_one)
     )
     assert [each.dtype for each in (usual, once, from_one)] == [torch.bfloat16, torch.float32, torch.float32]
     assert torch.equal(from_one, 1 + once)
