@@ -30,12 +30,11 @@ def unpack_codes(blocks: np.ndarray, low: Planes, high: Planes, out: torch.Tenso
     """
     assert blocks.dtype == np.uint8 and blocks.flags.c_contiguous, f"blocks of {blocks.dtype}, {blocks.strides}"
     assert out.dtype == torch.uint8 and out.is_contiguous() and len(out) == len(blocks), f"{out.shape} {out.dtype}"
-    native = library()
-    if native is None:
+    if (native := library()) is None:
         unpack_codes_reference(blocks, low, high, out)
-        return
-    planes, run = (ctypes.addressof(low), ctypes.addressof(high)), native.function("unpack_codes", "ppppnnnn")
-    run(*planes, blocks.ctypes.data, out.data_ptr(), *blocks.shape, out.shape[1], num_threads())
+    else:
+        planes, run = (ctypes.addressof(low), ctypes.addressof(high)), native.function("unpack_codes", "ppppnnnn")
+        run(*planes, blocks.ctypes.data, out.data_ptr(), *blocks.shape, out.shape[1], num_threads())
 
 
 def unpack_codes_reference(blocks: np.ndarray, low: Planes, high: Planes, out: torch.Tensor) -> None:

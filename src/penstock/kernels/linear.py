@@ -202,21 +202,16 @@ def _are_small_integers(codebook: torch.Tensor) -> bool:
     return bool(codebook.abs().max() < 64 and torch.equal(codebook, codebook.round()))
 
 
-def _counts_up(codebook: torch.Tensor, bits: int) -> bool:
-    return _are_small_integers(codebook) and torch.equal(codebook, integers(bits, int(-codebook[0])))
-
-
 def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
     """Returns the kind that the kernels have for a weight, and what is subtracted from its integers."""
     codebook = weight.codebook
-    if weight.bits == 4:
-        if _counts_up(codebook, 4) and (weight.minima is None or codebook[0] == 0):
-            return _Kind.FOURS, 0
-        return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
     # The kernels fuse what is exact.
-    is_short = weight.bits in (5, 6) and weight.zeros is None and weight.scales.dtype != torch.float32
-    if is_short and _counts_up(codebook, weight.bits) and (weight.minima is None or codebook[0] == 0):
-        return (_Kind.FIVES if weight.bits == 5 else _Kind.SIXES), 0
+    is_exact = weight.bits == 4 or (weight.zeros is None and weight.scales.dtype != torch.float32)
+    counts_up = _are_small_integers(codebook) and torch.equal(codebook, integers(weight.bits, int(-codebook[0])))
+    if weight.bits < 8 and is_exact and counts_up and (weight.minima is None or codebook[0] == 0):
+        return {4: _Kind.FOURS, 5: _Kind.FIVES, 6: _Kind.SIXES}[weight.bits], 0
+    if weight.bits == 4:
+        return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0
     is_e4m3 = torch.equal(codebook.nan_to_num(), E4M3.nan_to_num())
     if is_e4m3 and weight.zeros is None and (weight.scales.abs() < _LARGEST_SCALE).all():
         return _Kind.FLOATS, 0

@@ -20,7 +20,6 @@ CODE_BITS = (4, 5, 6, 8)
 _CHUNK = 1 << 19
 # Sums and products of multiples of it are far from the least normal number.
 _GRAIN = 2.0**-40
-_LARGEST = 2.0**100
 _NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3): the sign, two bits of exponent, one of mantissa.
@@ -150,22 +149,19 @@ class QuantizedWeight:
         return out
 
     def has_extreme_values(self) -> bool:
-        """Whether a value before it is rounded may be 2**100 or more, or less than the least normal one and not 0."""
-        most = {name: each.float().abs().max().item() for name, each in self._numbers.items() if each.numel()}
-        largest_code = self.codebook.nan_to_num().abs().max().item() + most.get("zeros", 0.0)
-        if self.factors is None and largest_code * most.get("scales", 0.0) + most.get("minima", 0.0) >= _LARGEST:
-            return True
+        """Whether a value before it is rounded is 2**100 or more, or less than the least normal one and not 0."""
         grains = [self.codebook.nan_to_num(), *([] if self.zeros is None else [self.zeros])]
         is_coarse = all(torch.equal(each.double() / _GRAIN, (each.double() / _GRAIN).round()) for each in grains)
         suspects = torch.full((len(self.codes),), not is_coarse, device=self.device)
-        for numbers in (self.scales, self.minima):
+        for numbers in self._numbers.values():
             # A number of type float16, and its product with an integer, is a multiple of 2**-24.
-            if numbers is not None and self.factors is None and numbers.dtype != torch.float16:
-                suspects |= ((numbers != 0) & (numbers.float().abs() < _GRAIN)).any(1)
+            if self.factors is None and numbers.dtype != torch.float16:
+                sizes = numbers.float().abs()
+                suspects |= ((sizes != 0) & ((sizes < _GRAIN) | (sizes > 1 / _GRAIN))).any(1)
         rows = suspects.nonzero().flatten().tolist()
         weight = self._multiplied() if rows else self
-        values = (weight._values(slice(row, row + 1)) for row in rows)
-        return any(((each != 0) & (each.abs() < torch.finfo(torch.float32).tiny)).any().item() for each in values)
+        values, least = (weight._values(slice(row, row + 1)).abs() for row in rows), torch.finfo(torch.float32).tiny
+        return any((((each != 0) & (each < least)) | (each >= 2.0**100)).any().item() for each in values)
 
     def _values(self, rows: slice) -> torch.Tensor:
         """Returns the values of some rows before they are rounded to bfloat16. There must be no factors."""
