@@ -237,6 +237,11 @@ def _free_running_loads(original: Original, self: Any, request: Any) -> None:
             self._kv.unpin(name)
 
 
+def _forget_load(original: Original, self: Any, request: Any, hit: Any) -> Any:
+    request.num_loaded_tokens = 0
+    return original(self, request, hit)
+
+
 def _end_detached(original: Original, self: Any, event: Any) -> Any:
     if event.transfer_id in self._loads:
         self._loads[event.transfer_id].is_detached = False
@@ -508,7 +513,12 @@ BUGS = (
     ),
     bug("a rewound request keeps its row", "failing_loads", changes(f"{_SCHEDULER}._on_lost_loads", _keep_rewound_row)),
     bug("a finished request keeps its row", "row_reuse", changes(f"{_SCHEDULER}._finish", _keep_finished_row)),
-    bug("loads alternate with a request that needs their blocks", "offload_hungry", skips(f"{_REMOTE}.on_starved")),
+    bug(
+        "loads alternate with a request that needs their blocks",
+        "offload_hungry",
+        # Either of two rules ends it.
+        (*skips(f"{_REMOTE}.on_starved"), *changes(f"{_REMOTE}.match", _forget_load)),
+    ),
     bug("a load never unpins what it has read", "offload", skips(f"{_MANAGER}.complete_load")),
     bug(
         "a block of tokens gets the chunk of a state",
