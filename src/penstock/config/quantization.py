@@ -19,8 +19,8 @@ FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", 
 MODELOPT = "modelopt"
 GGUF = "gguf"
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
-# Its packings. A checkpoint that names none has GPTQ's, as AutoRound and vLLM take it; GPTQModel's has the zero points
-# as they mean.
+# Its packings. A checkpoint that names none has GPTQ's, as in AutoRound and vLLM. GPTQ's stores zero points less one,
+# GPTQModel's as they are.
 _AUTO_ROUND_GPTQ = (None, "auto_round:auto_gptq", "auto_round:gptq", "auto_round:gptq:exllamav2")
 _AUTO_ROUND_GPTQMODEL = ("auto_round", "auto_round:gptqmodel")
 _SERVED = (FP8, COMPRESSED, GPTQ, AWQ, MXFP4, MODELOPT, _AUTO_ROUND[0])

@@ -205,10 +205,11 @@ def _are_small_integers(codebook: torch.Tensor) -> bool:
 def _kind_of(weight: QuantizedWeight) -> tuple[_Kind, int]:
     """Returns the kind that the kernels have for a weight, and what is subtracted from its integers."""
     codebook = weight.codebook
-    # The kernels fuse what is exact.
-    is_exact = weight.bits == 4 or (weight.zeros is None and weight.scales.dtype != torch.float32)
     counts_up = _are_small_integers(codebook) and torch.equal(codebook, integers(weight.bits, int(-codebook[0])))
-    if weight.bits < 8 and is_exact and counts_up and (weight.minima is None or codebook[0] == 0):
+    # The first entry is added to the zeros: with minima, or with large zeros, that would round once more.
+    fits = codebook[0] == 0 or (weight.zeros is None and weight.minima is None)
+    # With 5 and 6 bits the kernels have fused operations only, which must be exact.
+    if counts_up and fits and (weight.bits == 4 or (weight.zeros is None and weight.scales.dtype != torch.float32)):
         return {4: _Kind.FOURS, 5: _Kind.FIVES, 6: _Kind.SIXES}[weight.bits], 0
     if weight.bits == 4:
         return (_Kind.NIBBLES if torch.equal(codebook.bfloat16().float(), codebook) else _Kind.TABLE), 0

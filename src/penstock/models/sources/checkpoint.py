@@ -22,7 +22,7 @@ class CheckpointSource:
     """The safetensors files of a checkpoint folder: one file, or shards with an index."""
 
     def __init__(self, folder: Path, types: Sequence[str] = TYPES) -> None:
-        """`types` are those of the numbers that mean something to the reader: 8 bits have a scale."""
+        """`types` are those that are accepted: numbers of 8 bits mean nothing to a reader without scales."""
         self._types = types
         self._file_of = _locate(folder)
         self._folder = folder

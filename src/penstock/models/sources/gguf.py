@@ -315,13 +315,13 @@ def bytes_in_memory(file: GGUFFile, dtype: torch.dtype, keeps_quantized: bool) -
     and the embedding in `dtype`.
     """
     is_tied = "output.weight" not in file.tensors
-    total = 0
+    memory, total = _Memory(), 0
     for name, tensor in file.tensors.items():
         dense_bytes = tensor.num_blocks * tensor.type.values * dtype.itemsize
         kept_bytes = dense_bytes
         if keeps_quantized and tensor.type.name in _FORMATS:
             block = np.zeros((1, tensor.type.num_bytes), np.uint8)
-            kept_bytes = tensor.num_blocks * _FORMATS[tensor.type.name].unpack(block, tensor.type, _Memory()).nbytes
+            kept_bytes = tensor.num_blocks * _FORMATS[tensor.type.name].unpack(block, tensor.type, memory).nbytes
         if name == "token_embd.weight":
             # A head of the same tensor is read again.
             kept_bytes = dense_bytes + (kept_bytes if is_tied else 0)
