@@ -404,6 +404,48 @@ def test_a_copy_stays_while_one_engine_may_read_it(adapters: Adapters) -> None:
     asyncio.run(run())
 
 
+def test_a_copy_stays_that_was_used_while_an_engine_forgot_it(adapters: Adapters) -> None:
+    """An engine forgets an adapter; before the others have answered, a request gets it that has not begun when the name
+    is unloaded again.
+    """
+
+    class Slow:
+        def __init__(self) -> None:
+            self.asked, self.answer = asyncio.Event(), asyncio.Event()
+
+        async def forget_adapter(self, digest: bytes) -> bool:
+            self.asked.set()
+            await self.answer.wait()
+            return True
+
+    async def run() -> None:
+        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True, "max_loras": 1})
+        (first, second), (replica,) = adapters.loras[1:], llm.replicas
+        assert first is not None
+        assert second is not None
+        prompt, params = requests()[0]
+        await llm.load_lora("first", first.lora_path)
+        await llm.load_lora("second", second.lora_path)
+        slow = Slow()
+        llm.replicas = (replica, slow)  # pyright: ignore[reportAttributeAccessIssue]
+        await llm.unload_lora("first")
+        await slow.asked.wait()
+        llm.replicas = (replica,)
+        endless = replace(params, max_tokens=60, ignore_eos=True)
+        running = asyncio.create_task(collect(llm, prompt, endless, LoRARequest("second")))
+        await llm.load_lora("first", first.lora_path)
+        waiting = asyncio.create_task(collect(llm, prompt, params, LoRARequest("first")))
+        await asyncio.sleep(0.02)  # it has been submitted, and waits for the other's slot
+        await llm.unload_lora("first")
+        assert not running.done()
+        slow.answer.set()
+        assert await waiting == adapters.expected[1][0]
+        await running
+        await llm.shutdown()
+
+    asyncio.run(run())
+
+
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> Answer:
     outputs = [output async for output in llm.generate(prompt, params, lora_request=lora)]
     return answer(outputs[-1])

@@ -213,28 +213,46 @@ def test_copies_live_as_long_as_their_adapters(tmp_path: Path) -> None:
     elsewhere = write_adapter(tmp_path / "b", SIZES, seed=2)
     with pytest.raises(RequestError, match="in use for an adapter with other contents"):
         store.resolve(LoRARequest("a", 1, str(elsewhere)))
-    for digest in store.unused():
-        store.remove(digest)
+    for unused in store.unused():
+        store.remove(*unused)
     write_adapter(path, SIZES, seed=1)
     with pytest.raises(RequestError, match="in use"):
         store.load("a", str(path))
     assert len(store.unused()) == 1  # of the refused one
-    store.remove(store.unused()[0])
+    store.remove(*store.unused()[0])
     store.unload("a")
     assert store.unused() == []  # "again" has it
     store.unload("again")
     assert store.unused() == []  # this test has it
     digest = adapter.digest
     del adapter
-    assert store.unused() == [digest]
+    (unused,) = store.unused()
+    assert unused[0] == digest
     assert store.has_unserved
-    store.remove(digest)
+    store.remove(*unused)
     assert not copy.exists()
     assert not store.has_unserved
     other = store.load("a", str(path))
     assert other.digest != digest
     store.close()
     assert not copy.parent.exists()
+
+
+def test_a_copy_that_was_used_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    store, path = make_store(), write_adapter(tmp_path / "a", SIZES)
+    copies: list[Path] = []
+    unused: list[tuple[bytes, int]] = []
+    for _ in range(2):
+        copies.append(Path(store.load("a", str(path)).folder))
+        store.unload("a")
+        unused += store.unused()
+    first, second = unused
+    store.remove(*first)
+    assert copies[0] == copies[1]
+    assert copies[0].exists()
+    store.remove(*second)
+    assert not copies[0].exists()
+    store.close()
 
 
 def test_what_is_checked_is_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +295,10 @@ def test_an_adapter_loaded_again_keeps_its_copy(tmp_path: Path) -> None:
     store, path = make_store(), write_adapter(tmp_path / "a", SIZES)
     digest = store.load("a", str(path)).digest
     store.unload("a")
-    assert store.unused() == [digest]
+    (unused,) = store.unused()
+    assert unused[0] == digest
     store.load("b", str(path))
-    store.remove(digest)
+    store.remove(*unused)
     assert read_adapter(Path(store.get("b").folder)).tensors  # pyright: ignore[reportOptionalMemberAccess]
     store.close()
 

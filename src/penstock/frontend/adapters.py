@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
@@ -39,6 +39,20 @@ class LoRARequest:
     lora_path: str = ""
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A copy of an adapter's files: the adapters that were made of it, as long as anything has them, and their number
+    since the copy was made.
+    """
+
+    made: list[weakref.ref[Adapter]] = field(default_factory=list[weakref.ref[Adapter]])
+    num_made: int = 0
+
+    def add(self, adapter: Adapter) -> None:
+        self.made = [*(each for each in self.made if each() is not None), weakref.ref(adapter)]
+        self.num_made += 1
+
+
 class AdapterStore:
     """Not thread-safe: one thread calls it."""
 
@@ -48,8 +62,7 @@ class AdapterStore:
         self._targets = targets
         self._by_name: dict[str, Adapter] = {}
         self._paths: dict[str, str] = {}
-        # The adapters that were made of each copy, as long as anything has them.
-        self._copies: dict[bytes, list[weakref.ref[Adapter]]] = {}
+        self._copies: dict[bytes, _Copy] = {}
         self._folder: Path | None = None
         self._close: Callable[[], object] = lambda: None
 
@@ -89,8 +102,7 @@ class AdapterStore:
     def add(self, path: str, adapter: Adapter) -> Adapter:
         """Serves a copied adapter under its name. Raises RequestError if that is in use."""
         name = adapter.name
-        made = self._copies.setdefault(adapter.digest, [])
-        made[:] = [*(each for each in made if each() is not None), weakref.ref(adapter)]
+        self._copies.setdefault(adapter.digest, _Copy()).add(adapter)
         known = self._by_name.get(name)
         if known is not None and known.digest != adapter.digest:
             raise RequestError(
@@ -130,15 +142,17 @@ class AdapterStore:
         """Whether there are copies of adapters that have no name."""
         return len(self._copies) > len({adapter.digest for adapter in self._by_name.values()})
 
-    def unused(self) -> list[bytes]:
-        """Returns the digests of adapters that have no name and no request any more."""
+    def unused(self) -> list[tuple[bytes, int]]:
+        """Returns the digests of adapters that have no name and no new request any more, for `remove`."""
         served = {adapter.digest for adapter in self._by_name.values()}
-        copies = [(digest, made) for digest, made in self._copies.items() if digest not in served]
-        return [digest for digest, made in copies if all(each() is None for each in made)]
+        copies = [(digest, copy) for digest, copy in self._copies.items() if digest not in served]
+        return [(digest, copy.num_made) for digest, copy in copies if all(each() is None for each in copy.made)]
 
-    def remove(self, digest: bytes) -> None:
-        """Removes the copy of an adapter that no engine core reads any more, unless it is used again."""
-        if digest in self.unused():
+    def remove(self, digest: bytes, num_made: int) -> None:
+        """Removes a copy that was unused, and that no engine core has read since. A copy that was used meanwhile stays,
+        also if it is unused again: a core may have a request that will read it.
+        """
+        if (digest, num_made) in self.unused():
             del self._copies[digest]
             shutil.rmtree(self._place(digest), ignore_errors=True)
 
