@@ -323,6 +323,19 @@ def quantize_in_kinds(path: Path, folder: Path, has_int8_inputs: bool) -> tuple[
     return save_twins(path, folder, config, stored, values, twin_config=config if has_int8_inputs else None)
 
 
+def mix_experts(path: Path, folder: Path, *names: str | None) -> tuple[Path, Path]:
+    """Writes expert e of every layer in the format `names[e % len(names)]` of FORMATS, or as it was for None."""
+    stored = load_file(path / "model.safetensors")
+    values = dict(stored)
+    for tensor in list(stored):
+        expert = re.match(r".*\.experts\.(\d+)\..*_proj\.weight$", tensor)
+        name = expert and names[int(expert[1]) % len(names)]
+        if name:
+            tensors, values[tensor] = FORMATS[name][1](tensor.removesuffix(".weight"), stored.pop(tensor))
+            stored.update(tensors)
+    return save_twins(path, folder, FORMATS["packed"][0], stored, values)
+
+
 def quantize_experts(path: Path, folder: Path) -> tuple[Path, Path]:
     """Does the same for gpt-oss' experts in 4-bit floats."""
     stored = load_file(path / "model.safetensors")

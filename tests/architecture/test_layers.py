@@ -106,6 +106,7 @@ MODULES_WITHOUT_TORCH = (
 MODEL_BASES = {"sources", "interface", "lora", "recurrent", "repeated", "weights", "norms", "parts"} | {
     "decoder",
     "encoder",
+    "mixed_experts",
 }
 
 # Third-party package -> the only modules that import it.

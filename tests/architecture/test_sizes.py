@@ -35,7 +35,7 @@ BUDGETS = {
     "loadgen": 503,
     "messages": 856,
     "metrics": 734,
-    "models": 2396,
+    "models": 2445,
     "parallel": 523,
     "penstock": 47,
     "router": 2462,

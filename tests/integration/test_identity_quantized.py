@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.utils.errors import ConfigError
 from tests.integration.checkpoints import quantize_in_blocks
 from tests.integration.test_gguf_models import make_twins, weights_digest
 from tests.integration.test_identity_families import (
@@ -27,8 +28,9 @@ from tests.integration.test_identity_families import (
     check_expert_cell,
     check_pair,
     check_twins,
+    engine,
 )
-from tests.quantized_formats import FORMATS, quantize_checkpoint, quantize_experts, quantize_in_kinds
+from tests.quantized_formats import FORMATS, mix_experts, quantize_checkpoint, quantize_experts, quantize_in_kinds
 
 # Name -> the family whose weights are quantized. The experts of 4 bits are beside attention in W8A8.
 WEIGHTS = {
@@ -38,6 +40,7 @@ WEIGHTS = {
     "MXFP4 experts": "gpt-oss",
     "W4 experts": "qwen3-moe",
 }
+EXPERT_RANKS = {"tensor_parallel_size": 3, "enable_expert_parallel": True}
 FORMATS_OF = {"W4": "packed with zero points", "W8A8": "int8 with int8 inputs"}
 
 
@@ -152,6 +155,43 @@ def test_experts_in_4_bits_beside_attention_in_8_bits_and_routers_in_bfloat16(
         twins = quantize_in_kinds(families.path("qwen3-moe"), tmp_path / str(has_int8_inputs), has_int8_inputs)
         found.append(check_twins(*twins, arguments))
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments"),
+    [
+        (("packed", None), {}),
+        ((None, "packed with zero points", "int8"), {"tensor_parallel_size": 2}),
+        (("packed", None), EXPERT_RANKS),
+        # Every rank has experts of one kind, which are packed as they are.
+        (("int8",) * 3 + ("float8",) * 3 + ("packed",) * 3, EXPERT_RANKS),
+    ],
+)
+def test_experts_in_several_formats_are_the_values_they_stand_for(
+    families: Quantized, tmp_path: Path, names: tuple[str | None, ...], arguments: dict[str, Any]
+) -> None:
+    check_twins(*mix_experts(families.path("qwen3-moe"), tmp_path, *names), arguments)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        # Of as many bytes: of a move only other tokens would tell.
+        ("int8",) * 3 + ("float8",) * 6,
+        ("packed",) * 3 + ("packed with zero points",) * 6,
+        # Of one rank.
+        ("packed",) * 8 + (None,),
+    ],
+)
+def test_experts_in_several_formats_do_not_move(
+    families: Quantized, tmp_path: Path, names: tuple[str | None, ...]
+) -> None:
+    path, _ = mix_experts(families.path("qwen3-moe"), tmp_path, *names)
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.\d\.mlp are quantized in several ways.*leave it out"
+    ) as raised:
+        engine(path, **EXPERT_RANKS, enable_eplb=True)
+    assert str(path) in str(raised.value)
 
 
 def test_experts_in_4_bit_floats_are_the_values_they_stand_for(families: Quantized, tmp_path: Path) -> None:

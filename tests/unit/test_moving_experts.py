@@ -271,6 +271,15 @@ def test_everything_of_an_expert_is_copied(monkeypatch: pytest.MonkeyPatch) -> N
     assert not moved_bits_are_equal(), "biases were left behind, and the outputs are the same"
 
 
+@needs_native
+def test_memory_of_another_size_is_not_copied() -> None:
+    """Its experts are packed in another way: their bytes would be other weights."""
+    target = Layer(1)
+    kept, *others = (create_memory(array.nbytes + 64) for array in target.experts.arrays())
+    with pytest.raises(OSError, match=f"has {len(kept.view)} bytes, and the memory of this rank {len(kept.view) - 64}"):
+        copy_expert(target.experts.arrays(), [memory.name for memory in (kept, *others)], 0, 1)
+
+
 # ---- Counts and failures ----
 
 

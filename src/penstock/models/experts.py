@@ -38,13 +38,17 @@ from penstock.kernels.sigmoid import sigmoid
 from penstock.layers.linear import Gather, Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import DecoderLayer, SinglePartLayer
+from penstock.models.mixed_experts import ExpertKinds, check_alike
 from penstock.models.norms import rms_norm_rounded_once
 from penstock.models.parts import FeedForward, GatedMLP, UngatedMLP, dense_mlp, halves_of_pairs
 from penstock.models.weights import Weights
 from penstock.parallel.groups import gather_rows
 from penstock.parallel.topology import Share
+from penstock.utils import logging
 from penstock.utils.errors import ConfigError
 from penstock.utils.shared_memory import SharedMemory, create_memory
+
+logger = logging.get_logger(__name__)
 
 
 def sparse_mlp(
@@ -359,10 +363,12 @@ def _load_experts(
     names: _Names,
     chosen: Sequence[int],
     allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+    takes_values: bool = False,
 ) -> GroupedExperts:
     """Reads and packs one expert after another, so that no second copy of all of them is in memory.
 
-    Slot i has this rank's share of expert `chosen[i]`, or nothing if that is SPARE.
+    Slot i has this rank's share of expert `chosen[i]`, or nothing if that is SPARE. If they are quantized in several
+    ways, all take the values that they stand for (`takes_values`).
     """
     experts, hidden, own = config.experts, config.hidden_size, weights.share.part
     assert experts is not None
@@ -375,24 +381,40 @@ def _load_experts(
         dtype=weights.dtype,
         activation=experts.activation,
     )
+    of_layer = f"{config.path}: the experts of {weights.prefix.removesuffix('.')}"
     made: GroupedExperts | None = None
     read = _read_single
     if not weights.has(f"experts.0.{names.up}.weight"):
         is_fused = weights.has(names.all_gate_up)
         read = _read_interleaved if names is _GPT_OSS else _read_fused if is_fused else _read_single
+    elif (parallel := weights.expert_parallel) is not None and parallel.balancing is not None:
+        # One of every rank: those of this rank are compared when they are read.
+        of_ranks = (
+            (each, *_layer_weights(experts, hidden, weights / "experts" / each, names, has_rows=False))
+            for each in parallel.initial_placement()[:: parallel.num_buffers]
+        )
+        check_alike(of_layer, weights, next(of_ranks), of_ranks)
+    first: ExpertKinds | None = None
+    size, size_before = weights.size, replace(weights.size)
     for slot, expert in enumerate(chosen):
         if expert == SPARE:
             continue
         gate_up, down, biases = read(experts, hidden, weights, names, expert)
+        first = first or (expert, gate_up, down)
+        if not check_alike(of_layer, weights, first, [(expert, gate_up, down)]) and not takes_values:
+            logger.warning("%s are quantized in several ways: they take the memory of %s", of_layer, config.dtype)
+            size.num_weights, size.num_bytes = size_before.num_weights, size_before.num_bytes
+            return _load_experts(config, weights, names, chosen, allocate, takes_values=True)
+        if takes_values:
+            size.num_bytes -= gate_up.nbytes + down.nbytes
+            gate_up, down = dense(gate_up), dense(down)
+            size.num_bytes += gate_up.nbytes + down.nbytes
         if made is None:
             made = _make_grouped(shape, weights, experts.has_biases, allocate, (_format(gate_up), _format(down)))
         try:
             made.store(slot, gate_up, down, biases)
         except ValueError as error:
-            raise ConfigError(
-                f"{config.path}: {weights.prefix}experts.{expert} is quantized in another way than the others of "
-                f"its layer, which is not supported: {error}"
-            ) from None
+            raise ConfigError(f"{of_layer} cannot be packed together, experts.{expert} and others: {error}") from None
         for name, stored, weight in zip(("gate_up", "down"), made.weights(slot), (gate_up, down), strict=True):
             weights.check(f"{weights.prefix}experts.{expert}.{name}", stored, weight)
     return made or _make_grouped(shape, weights, experts.has_biases, allocate, (None, None))
@@ -423,13 +445,22 @@ _Expert = tuple[LayerWeight, LayerWeight, Biases | None]
 def _read_single(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:
     """Returns this rank's gate and up rows, [2 own I, H], its rows of down, [own H, I], and their biases if any."""
     inner, own = experts.intermediate_size, weights / "experts" / expert
-    rows = {f"{name}.weight": inner for name in (names.gate, names.up) if name is not None}
-    gate_up = own.layer_weight(rows, hidden)
-    down, biases = own.layer_weight({f"{names.down}.weight": hidden}, inner), None
+    (gate_up, down), biases = _layer_weights(experts, hidden, own, names), None
     if experts.has_biases:
         of_gate_up = own.tensors({f"{names.gate}.bias": inner, f"{names.up}.bias": inner})
         biases = Biases(of_gate_up, own.tensors({f"{names.down}.bias": hidden}))
     return gate_up, down, biases
+
+
+def _layer_weights(
+    experts: ExpertsConfig, hidden: int, own: Weights, names: _Names, has_rows: bool = True
+) -> tuple[LayerWeight, LayerWeight]:
+    """Returns gate_up and down of the expert with these tensors, or of neither a row, which tells their kinds."""
+    inner = experts.intermediate_size
+    gate_up = {f"{name}.weight": inner for name in (names.gate, names.up) if name is not None}
+    down = {f"{names.down}.weight": hidden}
+    gate_up_rows, down_rows = ((None if has_rows else dict.fromkeys(rows, range(0))) for rows in (gate_up, down))
+    return own.layer_weight(gate_up, hidden, gate_up_rows), own.layer_weight(down, inner, down_rows)
 
 
 def _read_fused(experts: ExpertsConfig, hidden: int, weights: Weights, names: _Names, expert: int) -> _Expert:

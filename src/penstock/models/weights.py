@@ -74,14 +74,15 @@ def _join_alike(parts: Iterable[LayerWeight]) -> Iterator[LayerWeight]:
     """Joins the rows of neighbours that are of one kind."""
     run: list[LayerWeight] = []
     for part in parts:
-        if run and not _are_alike(run[-1], part):
+        if run and not are_alike(run[-1], part):
             yield _cat(run)
             run = []
         run.append(part)
     yield _cat(run)
 
 
-def _are_alike(one: LayerWeight, other: LayerWeight) -> bool:
+def are_alike(one: LayerWeight, other: LayerWeight) -> bool:
+    """Whether the two are of one kind, so that one layer may have both."""
     if isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight):
         return one.is_like(other)
     return not isinstance(one, QuantizedWeight) and not isinstance(other, QuantizedWeight) and one.dtype == other.dtype
@@ -231,9 +232,9 @@ class Weights:
         """
         return self._delivered(*self._read_rows(self._pieces(rows, own), *width))
 
-    def layer_weight(self, rows: Mapping[str, int], width: int) -> LayerWeight:
+    def layer_weight(self, rows: Mapping[str, int], width: int, own: Mapping[str, range] | None = None) -> LayerWeight:
         """Returns what `tensors` returns, quantized if the checkpoint's tensors are and a layer computes with them."""
-        return self._joined(*self._read_rows(self._pieces(rows), width))
+        return self._joined(*self._read_rows(self._pieces(rows, own), width))
 
     def _pieces(
         self, rows: Mapping[str, int], own: Mapping[str, range] | None = None, stored_as: str | None = None

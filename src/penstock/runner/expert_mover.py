@@ -6,6 +6,7 @@ reads, with pauses that leave the cores to the steps. Their ends are reported wi
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -135,9 +136,11 @@ def copy_expert(
 ) -> None:
     """Copies an expert from the rank whose arrays have these names, and calls `pause` with the time of each piece.
 
-    Raises OSError if that rank has ended.
+    Raises OSError if that rank has ended, or has experts of another size.
     """
     for name, array in zip(names, arrays, strict=True):
+        if (num_bytes := os.stat(name).st_size) != array.nbytes:
+            raise OSError(f"{name} has {num_bytes} bytes, and the memory of this rank {array.nbytes}")
         other = attach_memory(name, array.nbytes, writable=False)
         there, here = np.frombuffer(other.view, np.uint8).reshape(array.shape)[source], array.numpy()[target]
         for first in range(0, len(here), _PIECE_BYTES):
