@@ -196,6 +196,7 @@ def auto_rounded(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two positive integers"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', and Penstock reads 'FP8'"),
+        ({"quant_method": "modelopt"}, "quant_algo is '', and Penstock reads 'FP8'"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo is 'MIXED_PRECISION'"),
         (auto_rounded(packing_format="auto_round:fp8"), "packing_format is 'auto_round:fp8'"),
         (auto_rounded(backend="auto_round:exllamav2"), "backend is 'auto_round:exllamav2'"),
@@ -231,6 +232,15 @@ def test_a_file_of_modelopt_names_the_format_where_config_json_does_not(algorith
         file.write_text(json.dumps({"quantization": wrong}))
         with pytest.raises(ConfigError, match=message):
             load_model_config(tmp_path)
+
+
+def test_weights_without_an_algorithm_of_modelopt_are_not_quantized(tmp_path: Path) -> None:
+    """It may have quantized the KV cache alone, or nothing."""
+    fields = {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    assert read_quantization(tmp_path, {"quant_method": "modelopt", **fields}) is None
+    shutil.copy(Path(resolve_model_path("demo")) / "config.json", tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": fields}))
+    assert load_model_config(tmp_path).quantization is None
 
 
 def test_static_inputs_and_bad_patterns_are_refused(tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
     if read is not None:
         return read(reader)
     if method == MODELOPT:
-        # Scales of whole tensors or by rows, of which the tensors tell.
-        reader.check("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
-        return QuantizationConfig(MODELOPT)
+        # Scales of whole tensors or by rows, of which the tensors tell. With null at most the KV cache is quantized.
+        algorithm = reader.check("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", None), default="")
+        return None if algorithm is None else QuantizationConfig(MODELOPT)
     if method == GGUF:
         return QuantizationConfig(GGUF, formats=tuple(map(str, reader.fields.get("formats") or ())))
     if method == MXFP4:
