@@ -274,6 +274,38 @@ def test_a_stream_leaves_an_instance_that_drains_or_stops(reason: str) -> None:
     run(check)
 
 
+def test_what_is_known_of_an_instance_ends_with_it() -> None:
+    """Another engine at its address may give the same tokens."""
+
+    async def check() -> None:
+        may_die = asyncio.Event()
+
+        async def wait(request: web.Request, response: web.StreamResponse) -> None:
+            await may_die.wait()
+            await cut(request, response)
+
+        first, second = serve(instance()), serve(instance(name=header_value(StreamName("other", "cmpl-1", 7))))
+        async with routed(first, second) as client:
+
+            async def is_ready() -> bool:
+                return await client.state_of(second) == "ready"
+
+            await learned(client, [first, second])
+            await client.admin("/remove", url=second.url)
+            assert await client.state_of(second) == "removed"
+            first.handler, second.handler = instance(2, wait), instance()
+            first.num_requests = second.num_requests = 0
+            asking = asyncio.create_task(ask(client))
+            await until(lambda: first.num_requests == 1)
+            await client.admin("/instances", url=second.url)
+            await until(is_ready)
+            may_die.set()
+            assert await asking == WHOLE
+            assert second.num_requests == 1
+
+    run(check)
+
+
 @pytest.mark.parametrize("max_migrations", [0, 3])
 def test_a_draining_instance_keeps_the_streams_that_no_other_can_continue(max_migrations: int) -> None:
     async def check() -> None:

@@ -124,8 +124,6 @@ class Exchanges:
         self._timeouts = timeouts
         self._waiting: dict[Routed, asyncio.Future[Plan | Refusal]] = {}
         self._scopes: defaultdict[str, dict[asyncio.Timeout, _Attempt | None]] = defaultdict(dict)
-        # By instance, what the tokens of its streams depend on.
-        self._fingerprints: dict[str, str] = {}
 
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
@@ -202,7 +200,7 @@ class Exchanges:
             return self._dispatcher.failed(request, url, str(failure), now, num_lost=failure.num_lost)
         assert stream is not None, "only a reported stream can be continued"
         logger.warning("a stream goes on elsewhere after %d tokens: %s: %s", stream.num_tokens, url, failure)
-        others = {each for each, found in self._fingerprints.items() if found != stream.fingerprint}
+        others = {each.url for each in self._dispatcher.pool if each.fingerprint not in (None, stream.fingerprint)}
         stream.restart()
         return self._dispatcher.interrupted(request, {url, *others}, f"{url}: {failure}", now)
 
@@ -228,7 +226,7 @@ class Exchanges:
 
     def _can_continue(self, request: Routed, fingerprint: str, url: str) -> bool:
         """Returns whether another instance is known to give the same tokens and has room."""
-        same = {each for each, found in self._fingerprints.items() if found == fingerprint and each != url}
+        same = {each.url for each in self._dispatcher.pool if each.fingerprint == fingerprint and each.url != url}
         return self._dispatcher.may_continue_at(request, same)
 
     async def list_models(self, incoming: bodies.ClientRequest, client: Response, groups: Sequence[Member]) -> None:
@@ -410,22 +408,23 @@ class Exchanges:
 
     def _begin_report(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> ReportedStream | None:
         """Returns the stream if the answer is reported. Raises PeerError for an answer that does not continue it."""
-        stream, url = attempt.stream, attempt.plan.target.url
+        stream, lease = attempt.stream, attempt.request.target
         if stream is None:
             return None
+        assert lease is not None, "an answer without a place in its instance"
         name = name_of(bodies.header_of(answer.headers, STREAM_HEADER.lower()) or "")
         if not client.has_begun and answer.status == 200 and name is not None:
             stream.name = name
             answer.headers = bodies.without_stream_header(answer.headers)
-            self._fingerprints[url] = stream.fingerprint
+            lease.member.fingerprint = stream.fingerprint
             return stream
         if not client.has_begun:
             stream.name = None
             return None
         if answer.status != 200 or name is None or not stream.is_named(name):
-            self._fingerprints.pop(url, None)
+            lease.member.fingerprint = None
             raise PeerError(f"it does not continue the stream: it has answered {answer.status}")
-        self._fingerprints[url] = stream.fingerprint
+        lease.member.fingerprint = stream.fingerprint
         return stream
 
     def _on_prefilled(self, attempt: _Attempt, scope: asyncio.Timeout, task: asyncio.Task[Any]) -> None:

@@ -27,7 +27,8 @@ class Member:
     with the same load. `models` are the names of the models that it reports, none if it reports none; `shares_kv`:
     other instances can load KV from it, and it from them. `prompts` measures the prompts that it computes, one after
     the other, the last of which ended at `computed_at`; `loads` the KV that it loads from another instance, and
-    `shares` how long others wait until it offers them KV, or has failed to.
+    `shares` how long others wait until it offers them KV, or has failed to. `fingerprint`: what the tokens of its
+    streams depend on, None if it is unknown.
     """
 
     instance: Instance
@@ -44,6 +45,7 @@ class Member:
     last_chosen: int = 0
     models: tuple[str, ...] = ()
     shares_kv: bool = False
+    fingerprint: str | None = None
     computed_at: float = 0.0
     prompts: Rate = field(default_factory=Rate)
     loads: Rate = field(default_factory=Rate)
