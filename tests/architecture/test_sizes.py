@@ -29,7 +29,7 @@ BUDGETS = {
     "executor": 583,
     "frontend": 1841,
     "grammar": 352,
-    "kernels": 6097,
+    "kernels": 6083,
     "kv_transfer": 6641,
     "layers": 343,
     "loadgen": 503,

@@ -14,6 +14,7 @@ import triton.language as tl
 from penstock.kernels.gated_delta import GatedDelta
 from penstock.kernels.recurrent import StateRequests
 from penstock.kernels.triton.recurrent import (
+    REQUESTS,
     convolve,
     keep_drafts,
     requests_of,
@@ -56,12 +57,7 @@ def gated_delta(
     return out
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=[
-        "table_ptr", "starts_ptr", "lengths_ptr", "rows_ptr", "pending_ptr", "drafts_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=REQUESTS)
 def _gated_delta(
     mixed_ptr, gates_ptr, decay_ptr, bias_ptr, out_ptr, states_ptr, table_ptr, starts_ptr, lengths_ptr, rows_ptr,
     pending_ptr, drafts_ptr, kept_ptr, table_stride,

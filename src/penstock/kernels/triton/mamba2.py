@@ -12,6 +12,7 @@ import triton.language as tl
 from penstock.kernels.mamba2 import Mamba2
 from penstock.kernels.recurrent import StateRequests
 from penstock.kernels.triton.recurrent import (
+    REQUESTS,
     convolve,
     keep_drafts,
     requests_of,
@@ -40,12 +41,7 @@ def mamba2(layer: Mamba2, given: torch.Tensor, states: torch.Tensor, requests: S
     return out
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=[
-        "table_ptr", "starts_ptr", "lengths_ptr", "rows_ptr", "pending_ptr", "drafts_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=REQUESTS)
 def _mamba2(
     mixed_ptr, given_ptr, decay_ptr, bias_ptr, skip_ptr, out_ptr, states_ptr, table_ptr, starts_ptr, lengths_ptr,
     rows_ptr, pending_ptr, drafts_ptr, kept_ptr, table_stride,

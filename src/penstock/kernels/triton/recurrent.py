@@ -18,6 +18,8 @@ import triton.language as tl
 
 from penstock.kernels.recurrent import StateRequests
 
+REQUESTS = ["table_ptr", "starts_ptr", "lengths_ptr", "rows_ptr", "pending_ptr", "drafts_ptr"]
+"""Kernel arguments from `requests_of` that may have any alignment; kernels are not specialised on it."""
 _CHANNELS, _TOKENS = 128, 8  # of a tile of the convolution
 _WARPS = 4
 _KEPT = 1024  # inputs of a draft at a time
@@ -182,12 +184,7 @@ def _raw(
     return found
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=[
-        "table_ptr", "starts_ptr", "lengths_ptr", "rows_ptr", "pending_ptr", "drafts_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=REQUESTS)
 def _convolve(
     inputs_ptr, channels_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, table_ptr, starts_ptr, lengths_ptr, rows_ptr,
     pending_ptr, drafts_ptr, kept_ptr, table_stride,
