@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -227,3 +229,15 @@ def test_a_call_that_cannot_be_repeated_ends_the_recording() -> None:
         assert (recorded is not None) == is_recorded
     # After the failed recording, calls are only made.
     assert torch.equal(norm(x), rms_norm(x, weight, 1e-5))
+
+
+def test_a_recording_imports_no_compiler() -> None:
+    """Torch imports its own for an ordinary dispatch mode, which takes longer than a step of a large model."""
+    code = """
+import sys, torch
+from penstock.kernels.recording import Workspace, record
+x = torch.ones(4)
+assert record([torch.empty_like, torch.empty_like], x, [x], Workspace())[1] is not None
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

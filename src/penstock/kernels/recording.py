@@ -117,6 +117,9 @@ class _TorchOperations(TorchDispatchMode):
         self._calls = calls
         self._workspace = workspace
 
+    # Nothing is compiled here; torch would import its compiler, in seconds, to leave `__torch_dispatch__` out.
+    _should_skip_dynamo = classmethod(lambda cls: False)  # pyright: ignore[reportAssignmentType]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -147,6 +150,4 @@ def record(
             ends.append(len(calls.functions))
             results.append(x)
     native = library()
-    if native is None or not calls.is_complete:
-        return x, None
-    return x, Recording(native, ends, calls, results)
+    return x, Recording(native, ends, calls, results) if native is not None and calls.is_complete else None
