@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,12 @@ from penstock.config.engine import SchedulerConfig
 from penstock.engine.warm_up import warm_up
 from penstock.executor.executor import Executor
 from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config, make_layers
 from penstock.simulation.ranks import Devices, RankConfig, SimWorker
 from penstock.worker.messages import InitializeWorker
+from penstock.worker.synthetic_steps import KINDS
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 60, 80
 
@@ -30,9 +33,8 @@ class Recorder(SimWorker):
         super().execute_model(plan)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("drafts", [0, 1, 3])
-def test_warm_up_takes_the_real_paths(drafts: int, depth: int) -> None:
+def warmed_up(drafts: int, depth: int, compiles_kernels: bool = True) -> Recorder:
+    """Returns a rank after the warm-up of an engine of its own."""
     layers = make_layers((0,), 1, has_drafter=drafts > 0)
     recorder = Recorder(Devices(RankConfig(layers=layers, acceptance=0.5), Answers(layers), random.Random(0)))
     executor = Executor([recorder])
@@ -47,7 +49,15 @@ def test_warm_up_takes_the_real_paths(drafts: int, depth: int) -> None:
     cache = cache_config(layers, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
     executor.load()
     executor.initialize(InitializeWorker(cache=cache, limits=limits))
-    warm_up(executor, [(limits, cache)])
+    warm_up(executor, [(limits, cache)], compiles_kernels)
+    return recorder
+
+
+@pytest.mark.parametrize("compiles_kernels", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_warm_up_takes_the_real_paths(drafts: int, depth: int, compiles_kernels: bool) -> None:
+    recorder = warmed_up(drafts, depth, compiles_kernels)
     prefills = [new for plan in recorder.plans for new in plan.new_requests]
     assert {len(new.token_ids) for new in prefills} == {2 + drafts}
     assert any(len(plan.new_requests) > 1 for plan in recorder.plans), "prompts run alone and together"
@@ -61,3 +71,12 @@ def test_warm_up_takes_the_real_paths(drafts: int, depth: int) -> None:
     assert not recorder.rows, "rows were left behind"
     assert any(not new.request.sampling_params.is_greedy for new in prefills)
     assert any(new.request.sampling_params.logprobs is not None for new in prefills)
+
+
+@pytest.mark.parametrize("compiles_kernels", [False, True])
+def test_every_kind_of_sampling_runs_alone_only_if_kernels_are_compiled_for_it(compiles_kernels: bool) -> None:
+    prompts = [plan.new_requests for plan in warmed_up(0, 1, compiles_kernels).plans if plan.new_requests]
+    alone = [new.request.sampling_params for (new, *others) in prompts if not others]
+    together = [new.request.sampling_params for new in prompts[-1]]
+    assert together == [SamplingParams(**dict[str, Any](kind)) for kind in KINDS]
+    assert alone == together[: len(KINDS) if compiles_kernels else 1]

@@ -102,7 +102,8 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Joint
     for plan, of_engine in zip(plans, handshakes, strict=True):
         if plan.transfer.context is not None:
             plan.transfer.transfer.connector.set_xfer_handshake_metadata_pp_aware(of_engine)
-    warm_up(executor, [(plan.limits, plan.cache) for plan in plans])
+    # Triton compiles kernels on first use, and other ones for other kinds of sampling.
+    warm_up(executor, [(plan.limits, plan.cache) for plan in plans], facts[0][0].kernels == "triton")
     engines = [_make_engine(plan, executor, rank, started) for rank, plan in enumerate(plans)]
     return JointEngines(JointCores([engine.core for engine in engines], executor), tuple(engines))
 

@@ -24,19 +24,20 @@ from penstock.worker.synthetic_steps import KINDS
 _MAX_BLOCKS = 256
 
 
-def warm_up(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]]) -> None:
-    """Runs a few requests on each engine, one at a time and then as many together as possible. Raises ConfigError if a
-    kernel refuses the model on first use, and EngineDeadError for other failures.
+def warm_up(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]], compiles: bool) -> None:
+    """Runs a few requests on each engine, one at a time and then as many together as possible. Requests of each kind
+    run one at a time only if that `compiles` kernels: one of them is enough otherwise. Raises ConfigError if a kernel
+    refuses the model on first use, and EngineDeadError for other failures.
     """
     try:
-        _run(executor, engines)
+        _run(executor, engines, len(KINDS) if compiles else 1)
     except EngineDeadError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
 
 
-def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]]) -> None:
+def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]], num_alone: int) -> None:
     cores: list[EngineCore] = []
     for limits, cache in engines:
         # A few blocks are enough, and a full pool would take longer to create than the steps. The ids of states follow.
@@ -45,8 +46,8 @@ def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheCon
         cores.append(EngineCore(scheduler, executor, limits.max_num_in_flight))
     # The engines differ at most in the lengths that their memory permits.
     limits, _ = engines[0]
-    for together in (1, min(len(KINDS), limits.max_num_seqs, limits.max_num_queued_requests)):
-        waiting = [list(_requests(limits)) for limits, _ in engines]
+    for count, together in ((num_alone, 1), (len(KINDS), min(limits.max_num_seqs, limits.max_num_queued_requests))):
+        waiting = [list(_requests(limits))[:count] for limits, _ in engines]
         while waiting[0]:
             for core, requests in zip(cores, waiting, strict=True):
                 for request in requests[:together]:
