@@ -241,7 +241,7 @@ def test_copies_live_as_long_as_their_adapters(tmp_path: Path) -> None:
 def test_a_copy_that_was_used_meanwhile_is_not_removed(tmp_path: Path) -> None:
     store, path = make_store(), write_adapter(tmp_path / "a", SIZES)
     copies: list[Path] = []
-    unused: list[tuple[bytes, int]] = []
+    unused: list[tuple[bytes, object]] = []
     for _ in range(2):
         copies.append(Path(store.load("a", str(path)).folder))
         store.unload("a")

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
@@ -39,20 +39,6 @@ class LoRARequest:
     lora_path: str = ""
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A copy of an adapter's files: the adapters that were made of it, as long as anything has them, and their number
-    since the copy was made.
-    """
-
-    made: list[weakref.ref[Adapter]] = field(default_factory=list[weakref.ref[Adapter]])
-    num_made: int = 0
-
-    def add(self, adapter: Adapter) -> None:
-        self.made = [*(each for each in self.made if each() is not None), weakref.ref(adapter)]
-        self.num_made += 1
-
-
 class AdapterStore:
     """Not thread-safe: one thread calls it."""
 
@@ -62,7 +48,8 @@ class AdapterStore:
         self._targets = targets
         self._by_name: dict[str, Adapter] = {}
         self._paths: dict[str, str] = {}
-        self._copies: dict[bytes, _Copy] = {}
+        # The adapters that were made of each copy, as long as anything has them: another tuple when one more is made.
+        self._copies: dict[bytes, tuple[weakref.ref[Adapter], ...]] = {}
         self._folder: Path | None = None
         self._close: Callable[[], object] = lambda: None
 
@@ -102,7 +89,8 @@ class AdapterStore:
     def add(self, path: str, adapter: Adapter) -> Adapter:
         """Serves a copied adapter under its name. Raises RequestError if that is in use."""
         name = adapter.name
-        self._copies.setdefault(adapter.digest, _Copy()).add(adapter)
+        living = (each for each in self._copies.get(adapter.digest, ()) if each() is not None)
+        self._copies[adapter.digest] = (*living, weakref.ref(adapter))
         known = self._by_name.get(name)
         if known is not None and known.digest != adapter.digest:
             raise RequestError(
@@ -142,17 +130,17 @@ class AdapterStore:
         """Whether there are copies of adapters that have no name."""
         return len(self._copies) > len({adapter.digest for adapter in self._by_name.values()})
 
-    def unused(self) -> list[tuple[bytes, int]]:
-        """Returns the digests of adapters that have no name and no new request any more, for `remove`."""
+    def unused(self) -> list[tuple[bytes, object]]:
+        """Returns the digests of adapters that have no name and no new request any more, and a token for `remove`."""
         served = {adapter.digest for adapter in self._by_name.values()}
-        copies = [(digest, copy) for digest, copy in self._copies.items() if digest not in served]
-        return [(digest, copy.num_made) for digest, copy in copies if all(each() is None for each in copy.made)]
+        copies = [(digest, made) for digest, made in self._copies.items() if digest not in served]
+        return [(digest, made) for digest, made in copies if all(each() is None for each in made)]
 
-    def remove(self, digest: bytes, num_made: int) -> None:
-        """Removes a copy that was unused, and that no engine core has read since. A copy that was used meanwhile stays,
+    def remove(self, digest: bytes, token: object) -> None:
+        """Removes a copy that was unused, and that no engine core has read since. If it was used meanwhile it stays,
         also if it is unused again: a core may have a request that will read it.
         """
-        if (digest, num_made) in self.unused():
+        if self._copies.get(digest) is token and (digest, token) in self.unused():
             del self._copies[digest]
             shutil.rmtree(self._place(digest), ignore_errors=True)
 

@@ -370,10 +370,10 @@ class AsyncLLM:
     async def _clean_up(self) -> None:
         """Removes the files of unloaded adapters when nothing reads them any more."""
         while self._adapters.has_unserved:
-            for digest, num_made in self._adapters.unused():
+            for digest, token in self._adapters.unused():
                 if all(await asyncio.gather(*(self._has_forgotten(each, digest) for each in self.replicas))):
                     async with self._adapter_change:
-                        self._adapters.remove(digest, num_made)
+                        self._adapters.remove(digest, token)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_closing.wait(), _CLEANING_SECONDS)
                 return

@@ -244,9 +244,9 @@ class LLM:
         """Removes an adapter. Raises RequestError for an unknown name."""
         self._adapters.unload(lora_name)
         with self._transfers.paused():
-            for digest, num_made in self._adapters.unused():
+            for digest, token in self._adapters.unused():
                 if self._core.forget_adapter(digest):
-                    self._adapters.remove(digest, num_made)
+                    self._adapters.remove(digest, token)
 
     def check_integrity(self) -> None:
         """Recomputes all derived state of the scheduler and block pool; AssertionError if it is inconsistent."""
