@@ -23,6 +23,7 @@ ENGINE_FLAGS = {
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
     "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config", "--quantization",
     "--quantize-head",
+    "--quantize-activations",
     "--revision", "--runner", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
     "--state-cache-share", "--state-checkpoint-interval",
     "--tensor-parallel-size", "--tokenizer",

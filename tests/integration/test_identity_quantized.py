@@ -77,6 +77,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quantized]:
         yield Quantized(folder)
 
 
+@pytest.fixture(scope="module")
+def rounding(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """The same with rounded activations."""
+    return Quantized(tmp_path_factory.mktemp("rounding"), {"quantize_activations": "int8"})
+
+
 # ---- The values that a format stands for ----
 
 
@@ -224,3 +230,28 @@ def test_whole_experts_on_ranks(families: Quantized, name: str, cell: str) -> No
 @pytest.mark.parametrize(("name", "pair"), cells(list(WEIGHTS), list(PAIRS)))
 def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Quantized, name: str, pair: str) -> None:
     check_pair(families, name, pair)
+
+
+# ---- Cells with rounded activations ----
+
+ROUNDED = ("W4", "Q4_K", "MXFP4 experts")
+
+
+@pytest.mark.parametrize(("name", "cell"), cells(ROUNDED, [cell for cell in CELLS if cell not in MODULE_CELLS]))
+def test_a_batch_with_rounded_activations(rounding: Quantized, name: str, cell: str) -> None:
+    check_cell(rounding, name, cell)
+
+
+@pytest.mark.parametrize(("name", "cell"), cells(("MXFP4 experts", "W4 experts"), list(EXPERT_CELLS)))
+def test_whole_experts_on_ranks_with_rounded_activations(rounding: Quantized, name: str, cell: str) -> None:
+    check_expert_cell(rounding, name, cell)
+
+
+@pytest.mark.parametrize(("name", "pair"), cells(ROUNDED, list(PAIRS)))
+def test_rounded_activations_in_one_engine_and_another(rounding: Quantized, name: str, pair: str) -> None:
+    check_pair(rounding, name, pair)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_activations_have_tokens_of_their_own(rounding: Quantized, families: Quantized, name: str) -> None:
+    assert rounding.expected(name) != families.expected(name)

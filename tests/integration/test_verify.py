@@ -82,7 +82,12 @@ CASE = Case(
 
 def test_every_row_rounds_weights_and_kv_as_asked() -> None:
     """Were the plain run to have others, the row as configured would differ from it."""
-    rounded: dict[str, Any] = {"quantization": "int4", "quantize_head": "int8", "kv_cache_dtype": "int8"}
+    rounded: dict[str, Any] = {
+        "quantization": "int4",
+        "quantize_head": "int8",
+        "quantize_activations": "int8",
+        "kv_cache_dtype": "int8",
+    }
     args = EngineArgs(**rounded)
     config = choose_device(resolve(args))
     for arguments in (

@@ -306,7 +306,7 @@ def test_refuses_what_does_not_fit_together() -> None:
     with pytest.raises(ValueError, match="codebook"):
         QuantizedWeight(codes, integers(4), scales, 32, 8)
     with pytest.raises(ValueError, match="one scale per row"):
-        QuantizedWeight(codes, signed_integers(8), scales, 32, 8, quantizes_inputs=True)
+        QuantizedWeight(codes, signed_integers(8), scales, 32, 8, quantizes_inputs="by row")
 
 
 def test_other_types_take_the_bfloat16_values() -> None:
@@ -322,7 +322,7 @@ def test_other_types_take_the_bfloat16_values() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 96), (81, 33), (3, 5)])
 def test_sums_of_integers_are_exact(isa: str, inputs: int, outputs: int) -> None:
-    weight = replace(make("int8", outputs, inputs, inputs), quantizes_inputs=True)
+    weight = replace(make("int8", outputs, inputs, inputs), quantizes_inputs="by row")
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))
     layer, wide = pack(isa, weight, bias), pack(isa, weight, None, True)
     assert torch.equal(layer.dense_weight(), weight.dequantize())
@@ -343,9 +343,85 @@ def test_sums_of_integers_are_exact(isa: str, inputs: int, outputs: int) -> None
         weight.part(columns=slice(0, inputs - 1))
 
 
+# Integers that the kernels add in each of their ways, with and without zeros, minima and factors.
+BY_GROUP = (
+    "int4", "signed int4", "zeros", "minima", "minima by factors", "fp4", "int8", "unsigned",
+    "int8 with minima by factors", "int5 with minima by factors", "int5 with wide scales", "int6 by factors",
+)  # fmt: skip
+
+
+def by_group(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> QuantizedWeight:
+    return replace(make(kind, outputs, inputs, group, seed), quantizes_inputs="by group")
+
+
+def sums_by_group(x: np.ndarray, weight: QuantizedWeight) -> np.ndarray:
+    """One row: `sum_groups` from the values of the weight alone, in numbers of 64 bits that are rounded to 32."""
+    size, shift = weight.input_group, np.float32(weight.shift)
+    codes = weight.codebook.numpy()[weight.codes.numpy()] - shift
+    scales, offsets = weight.scales.float().numpy(), None if weight.minima is None else weight.minima.float().numpy()
+    if weight.factors is not None:
+        factors = weight.factors.float().numpy().repeat(FACTOR_GROUPS, 2)[:, :, : scales.shape[1]]
+        scales, offsets = scales * factors[0], None if offsets is None else offsets * factors[-1]
+    if weight.zeros is not None:
+        offsets = (weight.zeros.float().numpy() - shift) * scales
+    elif shift:
+        offsets = -shift * scales
+    sums = np.zeros(len(codes), np.float32)
+    for first in range(0, len(x), size):
+        some, group = x[first : first + size], first // weight.group
+        largest = np.abs(some).max()
+        rounded = np.rint(some * (np.float32(127) / largest)) if largest >= 2.0**-119 else some * 0
+        scale = largest / np.float32(127)
+        exact = codes[:, first : first + size].astype(np.float64) @ rounded.astype(np.float64)
+        sums = (exact * (scale * scales[:, group]).astype(np.float64) + sums).astype(np.float32)
+        if offsets is not None:
+            total = np.float64(scale * np.float32(rounded.sum()))
+            sums = (sums - total * offsets[:, group].astype(np.float64)).astype(np.float32)
+    return sums
+
+
+@pytest.mark.parametrize(("isa", "kind", "shape"), grid(ISAS, BY_GROUP, ((256, 96, 32), (80, 33, 16), (48, 40, 64))))
+def test_inputs_are_rounded_by_groups(isa: str, kind: str, shape: tuple[int, int, int]) -> None:
+    inputs, outputs, group = shape
+    weight = by_group(kind, outputs, inputs, group)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))
+    layer, wide = pack(isa, weight, bias), pack(isa, weight, None, True)
+    assert torch.equal(layer.dense_weight(), weight.dequantize())
+    x = inputs_of(max(ROWS), inputs)
+    x[1] *= 2.0**-130
+    x[2, 3:40] = 0
+    expected = torch.from_numpy(np.stack([sums_by_group(row.float().numpy(), weight) for row in x]))
+    for rows in (2, 33) if isa == "torch" else ROWS:
+        assert torch.equal(wide(x[:rows]), expected[:rows]), f"{rows} rows"
+        assert torch.equal(layer(x[:rows]), (expected[:rows] + bias).bfloat16())
+    whole, dense = expected[3:], x[3:].float() @ weight.dequantize().float().T
+    assert ((whole - dense).norm() < 0.015 * dense.norm()).item()
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", BY_GROUP)
+def test_the_largest_products_of_a_group_do_not_overflow(isa: str, kind: str) -> None:
+    for code in (0, KINDS[kind][0].numel() - 1):
+        for sign in (1, -1):
+            weight = by_group(kind, 32, 64, 32)
+            weight = replace(weight, codes=torch.full_like(weight.codes, code))
+            x = torch.full((1, 64), float(sign)).bfloat16()
+            expected = torch.from_numpy(sums_by_group(x[0].float().numpy(), weight))
+            assert torch.equal(pack(isa, weight, None, True)(x)[0], expected)
+
+
+def test_what_has_no_integers_keeps_its_inputs() -> None:
+    for kind in ("both", "any4", "unsigned with minima", "fp8", "any8", "any6"):
+        assert not make(kind, 8, 64, 32).has_integers
+        with pytest.raises(ValueError, match="by groups only for integers"):
+            by_group(kind, 8, 64, 32)
+    assert (by_group("int4", 8, 64, 32).input_group, by_group("int4", 8, 64, 48).input_group) == (32, 16)
+
+
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_that_are_not_finite_change_no_other(isa: str) -> None:
-    layer = pack(isa, replace(make("int8", 40, 64, 64), quantizes_inputs=True))
+@pytest.mark.parametrize("by", ["by row", "by group"])
+def test_rows_that_are_not_finite_change_no_other(isa: str, by: Any) -> None:
+    layer = pack(isa, replace(make("int8", 40, 64, 64), quantizes_inputs=by))
     x = inputs_of(9, 64)
     expected = layer(x)
     x[0, 3], x[4, 5], x[8, 0] = torch.nan, torch.inf, -torch.inf
@@ -357,13 +433,13 @@ def test_rows_that_are_not_finite_change_no_other(isa: str) -> None:
 @pytest.mark.parametrize("isa", SETS)
 def test_the_largest_sums_do_not_overflow(isa: str) -> None:
     codes = torch.full((32, 65536), 128, dtype=torch.uint8)
-    weight = QuantizedWeight(codes, signed_integers(8), torch.ones(32, 1), 65536, 8, quantizes_inputs=True)
+    weight = QuantizedWeight(codes, signed_integers(8), torch.ones(32, 1), 65536, 8, quantizes_inputs="by row")
     x = torch.ones(1, 65536).bfloat16()
     scale = torch.tensor(1.0) / 127
     assert pack(isa, weight, None, True)(x).eq(torch.tensor(-128.0 * 127 * 65536) * scale).all()
 
 
-@pytest.mark.parametrize(("isa", "kind"), grid(ISAS, ("int4", "minima", "fp8", "sums", "minima by factors")))
+@pytest.mark.parametrize(("isa", "kind"), grid(ISAS, ("int4", "minima", "fp8", "sums", "groups", "minima by factors")))
 def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, kind: str) -> None:
     # The inner features of this rank are some of all: a slice whose end is inside a panel.
     hidden, inner, outputs, own, slots = 96, 64, 40, 45, 3
@@ -371,7 +447,9 @@ def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, 
 
     def weight(rows: int, inputs: int, seed: int) -> QuantizedWeight:
         if kind == "sums":
-            return replace(make("int8", rows, inputs, inputs, seed), quantizes_inputs=True)
+            return replace(make("int8", rows, inputs, inputs, seed), quantizes_inputs="by row")
+        if kind == "groups":
+            return by_group("minima by factors", rows, inputs, 32, seed)
         return make(kind, rows, inputs, 32, seed)
 
     weights = [(weight(2 * own, hidden, slot), weight(outputs, inner, 10 + slot)) for slot in range(slots)]
@@ -391,7 +469,7 @@ def test_experts_equal_those_of_the_values_and_move_with_their_scales(isa: str, 
         return torch.cat([part[groups.rows.flatten().long()] for part in parts], 1)
 
     for tokens in (1, 40):
-        if kind == "sums":
+        if kind in ("sums", "groups"):
             layers = [[pack(isa, each) for each in pair] for pair in weights]
             groups = found.group(ids[:tokens], torch.arange(slots, dtype=torch.int32))
             out, start = found.down(activated[: 2 * tokens], groups), groups.starts.tolist()

@@ -1,4 +1,4 @@
-"""`--quantization` and `--quantize-head` round weights when they are read."""
+"""`--quantization` and `--quantize-head` round weights when they are read; `--quantize-activations` inputs."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def outputs(**arguments: Any) -> Any:
 
 def test_each_flag_rounds_its_layers_and_ranks_change_nothing() -> None:
     kinds: list[dict[str, Any]] = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"quantize_head": "int8"}]
+    kinds.append({"quantization": "int4", "quantize_activations": "int8"})
     found = [outputs(**kind) for kind in kinds]
     for index, each in enumerate(found):
         assert each not in found[:index], kinds[index]
     # As many bits leave the first word as it is.
     assert found[1][0][0][:1] == found[0][0][0][:1]
-    assert outputs(quantization="int4", tensor_parallel_size=2, max_num_batched_tokens=16) == found[2]
+    for kind in (2, 4):
+        assert outputs(**kinds[kind], tensor_parallel_size=2, max_num_batched_tokens=16) == found[kind]
 
 
 def test_the_flags_are_those_of_a_cpu_and_bfloat16() -> None:
@@ -61,12 +63,18 @@ def test_the_flags_are_those_of_a_cpu_and_bfloat16() -> None:
     refused: list[dict[str, Any]] = [
         {"quantization": "int8", "dtype": "float32"},
         {"quantize_head": "int8", "device": "cuda"},
+        {"quantize_activations": "int8", "dtype": "float16"},
     ]
     for changes in refused:
         name = next(iter(changes))
         with pytest.raises(ConfigError, match=rf"{name}=int8 needs a CPU and bfloat16"):
             resolve(EngineArgs(**changes))
-    with pytest.raises(ConfigError, match="round weights for a CPU"):
+    with pytest.raises(ConfigError, match="need a CPU"):
         resolve(EngineArgs(quantization="int8")).on_device("cuda")
+    with pytest.raises(ConfigError, match="are not quantized: set quantization"):
+        resolve(EngineArgs(quantize_activations="int8"))
+    both = resolve(EngineArgs(quantization="int4", quantize_activations="int8")).load_quantization
+    assert both == LoadQuantization(4, activations=True)
+    assert both.for_head() == LoadQuantization(0, activations=True)
     with pytest.raises(ConfigError, match="quantization"):
         resolve(EngineArgs(quantization="int3"))

@@ -127,7 +127,7 @@ def test_the_weights_digest_is_that_of_the_values_that_a_layer_gets() -> None:
     assert found(close, torch.bfloat16) == found(values, torch.bfloat16)
     assert found(close, torch.float32) != found(values, torch.float32)
     by_integers = quantize_absmax(values, 8, 0)
-    assert found(by_integers, torch.bfloat16) != found(replace(by_integers, quantizes_inputs=True), torch.bfloat16)
+    assert found(by_integers, torch.bfloat16) != found(replace(by_integers, quantizes_inputs="by row"), torch.bfloat16)
     ids = torch.tensor([256, 257, 1 << 40])
     assert found(ids, torch.bfloat16) == found(ids, torch.float32) != found(ids + 1, torch.bfloat16)
 
@@ -198,10 +198,13 @@ def test_what_the_fingerprint_covers() -> None:
     long = replace(config.model.rope, scaling={"is_long": True})
     longer = replace(config, model=replace(config.model, rope=long))
     assert fingerprint(longer, cache, facts) not in found
-    for rounded in (LoadQuantization(layers=8), LoadQuantization(layers=4), LoadQuantization(head=8)):
+    for rounded in (LoadQuantization(layers=8), LoadQuantization(layers=4), LoadQuantization(head=8), A8):
         changed = fingerprint(replace(config, load_quantization=rounded), cache, facts)
         assert changed not in found
         found.add(changed)
+
+
+A8 = LoadQuantization(layers=8, activations=True)
 
 
 def test_streams_go_on_with_the_same_weights_and_arithmetic_whatever_the_speculator_is() -> None:

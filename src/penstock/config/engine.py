@@ -22,7 +22,7 @@ from penstock.config.model import KV_CACHE_DTYPES, ModelConfig, load_model_confi
 from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
-from penstock.config.quantization import AS_STORED, INT4, INT8, LoadQuantization
+from penstock.config.quantization import AS_STORED, ROUNDINGS, LoadQuantization
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
@@ -31,7 +31,6 @@ from penstock.utils.names import did_you_mean
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
-ROUNDINGS, HEAD_ROUNDINGS = (INT8, INT4), (INT8,)
 EXECUTOR_BACKENDS = ("uniproc", "mp", "ray")
 PREFIX_AWARE = "prefix-aware"
 DATA_PARALLEL_POLICIES = ("least-loaded", PREFIX_AWARE)
@@ -66,10 +65,16 @@ class EngineArgs:
     check_weights: bool = argument(MODEL, False, "at the start, compare packed weights with the tensors that were read")
     dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto uses the checkpoint's", metavar="DTYPE")
     quantization: str | None = argument(
-        MODEL, None, "round the weights of unquantized layers when they are read (default: as stored)", ROUNDINGS
+        MODEL,
+        None,
+        "round the weights of unquantized layers when they are read (default: as stored)",
+        ROUNDINGS["quantization"],
     )
     quantize_head: str | None = argument(
-        MODEL, None, "round the weights of the output head as well (default: as stored)", HEAD_ROUNDINGS
+        MODEL, None, "round the weights of the output head as well (default: as stored)", ROUNDINGS["quantize_head"]
+    )
+    quantize_activations: str | None = argument(
+        MODEL, None, "round the inputs of quantized layers, for speed (default: no)", ROUNDINGS["quantize_activations"]
     )
     device: str = argument(DEVICE, "auto", "auto uses CUDA where it is available, else the CPU", DEVICES)
     tensor_parallel_size: int = argument(RANKS, 1, "ranks that divide every layer among them", metavar="N")
@@ -281,7 +286,7 @@ class EngineConfig:
         """
         limits, is_cpu = self.scheduler, device == "cpu"
         if not is_cpu and self.load_quantization != AS_STORED:
-            raise ConfigError("quantization and quantize_head round weights for a CPU: set device cpu")
+            raise ConfigError("quantization, quantize_head and quantize_activations need a CPU: set device cpu")
         if not is_cpu and self.lora is not None:
             raise ConfigError("enable_lora needs a CPU: set device cpu")
         if not is_cpu and self.model.kv_cache_dtype != "auto":
@@ -298,13 +303,6 @@ class EngineConfig:
             # On GPUs, each engine has its own.
             cache=replace(self.cache, num_sharers=self.parallel.dp if is_cpu else 1),
         )
-
-
-def _load_quantization(args: EngineArgs, model: ModelConfig) -> LoadQuantization:
-    for name, value in (("quantization", args.quantization), ("quantize_head", args.quantize_head)):
-        if value is not None and (model.dtype != "bfloat16" or args.device == "cuda"):
-            raise ConfigError(f"{name}={value} needs a CPU and bfloat16: set device cpu and dtype bfloat16")
-    return LoadQuantization.of(args.quantization, args.quantize_head)
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
@@ -365,7 +363,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         device=args.device,
         load_format=args.load_format,
         check_weights=args.check_weights,
-        load_quantization=_load_quantization(args, model),
+        load_quantization=LoadQuantization.of({name: getattr(args, name) for name in ROUNDINGS}, model, args.device),
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
@@ -485,8 +483,7 @@ def _check(args: EngineArgs) -> None:
         "scheduling_policy": POLICIES,
         "load_format": LOAD_FORMATS,
         "kv_cache_dtype": KV_CACHE_DTYPES,
-        "quantization": ROUNDINGS,
-        "quantize_head": HEAD_ROUNDINGS,
+        **ROUNDINGS,
         "device": DEVICES,
         "attention_backend": ATTENTION_BACKENDS,
         "distributed_executor_backend": EXECUTOR_BACKENDS,

@@ -191,10 +191,9 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
 
 
 def _weight_formats(config: EngineConfig) -> str:
-    if config.model.quantization is not None:
-        return config.model.quantization.name
-    bits = config.load_quantization.layers
-    return f"int{bits}" if bits else config.model.dtype
+    rounded, stored = config.load_quantization, config.model.quantization
+    name = stored.name if stored is not None else f"int{rounded.layers}" if rounded.layers else config.model.dtype
+    return f"{name} with int8 activations" if rounded.activations else name
 
 
 class LazyGrammarBackend:

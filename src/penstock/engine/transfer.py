@@ -101,7 +101,10 @@ def token_fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequenc
 def _weights(config: EngineConfig, facts: Sequence[WorkerFacts]) -> str:
     """The digest is that of the weights as they were read."""
     rounded, digest = config.load_quantization, digest_weights(facts).hex()
-    return digest if rounded == AS_STORED else f"{digest} in {rounded.layers} bits, head in {rounded.head}"
+    if rounded == AS_STORED:
+        return digest
+    inputs = ", inputs in 8" if rounded.activations else ""
+    return f"{digest} in {rounded.layers} bits, head in {rounded.head}{inputs}"
 
 
 def _arithmetic(config: EngineConfig, facts: WorkerFacts) -> str:

@@ -25,7 +25,15 @@ import torch.nn.functional as F
 
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
-from penstock.kernels.quantized import E4M3, QuantizedWeight, dense, integers, quantize_rows, signed_integers
+from penstock.kernels.quantized import (
+    E4M3,
+    QuantizedWeight,
+    dense,
+    integers,
+    quantize_rows,
+    signed_integers,
+    sum_groups,
+)
 
 # Output features of a panel of packed weights.
 PANEL = 32
@@ -58,14 +66,14 @@ class PackedLinear:
         self.out_dtype = torch.float32 if is_wide else self.dtype
         assert bias is None or bias.shape == (self.out_features,), f"{bias.shape} for {self.out_features} outputs"
         native = library()
-        quantizes_inputs = isinstance(weight, QuantizedWeight) and weight.quantizes_inputs
+        quantizes_inputs = isinstance(weight, QuantizedWeight) and weight.quantizes_inputs is not None
         if self.dtype != torch.bfloat16 or (native is None and not quantizes_inputs):
             weight = dense(weight, self.dtype)
-        self._into: _NativeLinear | _TorchLinear | _TorchSums
+        self._into: _NativeLinear | _TorchLinear | _TorchSums | _TorchGroups
         if native is not None:
             self._into = _NativeLinear(native, weight, bias, is_wide)
         elif isinstance(weight, QuantizedWeight):
-            self._into = _TorchSums(weight, bias)
+            self._into = (_TorchSums if weight.quantizes_inputs == "by row" else _TorchGroups)(weight, bias)
         else:
             self._into = _TorchLinear(weight.detach().contiguous(), bias, self.out_dtype)
 
@@ -122,6 +130,7 @@ class QuantizationDescriptor(ctypes.Structure):
         ("has_extremes", ctypes.c_int64),
         ("factor_groups", ctypes.c_int64),
         ("is_exact", ctypes.c_int64),
+        ("input_group", ctypes.c_int64),
         ("codebook", ctypes.c_float * 256),
     )
 
@@ -149,7 +158,7 @@ class PackedFormat:
         number_type = types.pop() if len(types) == 1 else torch.float32
         # A copy: a part, even one without rows, would keep the memory of all codes.
         example = weight.reordered(torch.empty(0, dtype=torch.int64))
-        if weight.quantizes_inputs:
+        if weight.quantizes_inputs == "by row":
             return cls(example, _Kind.SUMS, torch.float32)
         kind, shift = _kind_of(weight)
         if weight.factors is not None:
@@ -171,6 +180,7 @@ class PackedFormat:
         made = QuantizationDescriptor(self.kind, example.group, code, has_zeros, has_minima, 0, example.factor_groups)
         is_short = self.number_type != torch.float32 and _are_small_integers(example.codebook)
         made.is_exact = is_short and not (has_zeros and has_minima)
+        made.input_group = example.input_group if example.quantizes_inputs == "by group" else 0
         made.codebook[: len(example.codebook)] = example.codebook.tolist()
         return made
 
@@ -306,9 +316,14 @@ class PackedWeights:
         if self._format is not None and self._format.kind == _Kind.SUMS:
             return self._unpack_sums(number, self._format).dequantize()
         out_features, in_features = self._shape
+        descriptor = self.descriptor(number)
+        if self._quantization is not None and self._quantization.input_group:
+            values = torch.empty(self._shape, dtype=self._dtype)
+            unpack = self._native.function("linear_unpack", "ppn")
+            unpack(ctypes.addressof(descriptor), values.data_ptr(), num_threads())
+            return values
         identity = torch.eye(in_features, dtype=self._dtype)
         out = identity.new_empty((in_features, out_features))
-        descriptor = self.descriptor(number)
         run = self._native.function("linear", "pppnnn")
         run(ctypes.addressof(descriptor), identity.data_ptr(), out.data_ptr(), out_features, in_features, num_threads())
         return out.T.contiguous()
@@ -320,7 +335,7 @@ class PackedWeights:
         scales = panels[:, : 4 * PANEL].contiguous().view(torch.float32).view(-1, 1)
         codes = panels[:, 8 * PANEL :].reshape(len(panels), -1, PANEL, 4).transpose(1, 2).reshape(len(scales), -1)
         return QuantizedWeight(
-            codes[:rows, :inputs], format.example.codebook, scales[:rows], inputs, bits=8, quantizes_inputs=True
+            codes[:rows, :inputs], format.example.codebook, scales[:rows], inputs, bits=8, quantizes_inputs="by row"
         )
 
 
@@ -385,6 +400,21 @@ class _TorchSums:
         integers, scales = quantize_rows(x)
         products = (integers.double() @ self._integers.T).float() * scales * self._scales
         out.copy_(products if self._bias is None else products + self._bias)
+
+    def dense_weight(self) -> torch.Tensor:
+        return self._weight.dequantize()
+
+
+class _TorchGroups:
+    """The reference of a layer that quantizes its inputs by groups (`sum_groups`), and then adds the bias."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        sums = sum_groups(x, self._weight)
+        out.copy_(sums if self._bias is None else sums + self._bias)
 
     def dense_weight(self) -> torch.Tensor:
         return self._weight.dequantize()

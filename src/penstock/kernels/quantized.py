@@ -2,7 +2,7 @@
 
 A weight is codes with a scale for every group of inputs. A format's reader makes one (`QuantizedWeight`), and linear
 layers and experts pack it for their kernels, which compute bit for bit what they would compute with `dequantize()`.
-Weights whose inputs are quantized too (`quantizes_inputs`) are the exception: their products are exact integer sums.
+Weights whose inputs are rounded too (`quantizes_inputs`) are the exception: their products are exact integer sums.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -53,8 +54,10 @@ class QuantizedWeight:
     block of `factor_groups` groups, which are exact in float32: for scales, and then for minima if there are any. There
     are no zeros then.
 
-    With `quantizes_inputs` a layer rounds its inputs to integers too, with a scale for each row of them, and sums them
-    exactly: such a weight has signed integers of 8 bits with one scale per row, and nothing else.
+    With `quantizes_inputs` a layer rounds its inputs to integers too (`quantize_rows`) and sums the products exactly.
+    "by row" there is a scale for each row of inputs: such a weight has signed integers of 8 bits with one scale per
+    row, and nothing else. "by group" there is one for each `input_group` of a row (`sum_groups`), and the weight is one
+    that `has_integers`.
 
     Raises ValueError if the tensors do not fit together, a scale is not finite, or a code stands for no number.
     """
@@ -66,7 +69,7 @@ class QuantizedWeight:
     bits: int = 4
     zeros: torch.Tensor | None = None  # [rows, groups]
     minima: torch.Tensor | None = None  # [rows, groups]
-    quantizes_inputs: bool = False
+    quantizes_inputs: Literal["by row", "by group"] | None = None
     factors: torch.Tensor | None = None  # [1 or 2, rows, blocks] float16
     factor_groups: int = 0
 
@@ -91,14 +94,16 @@ class QuantizedWeight:
             raise ValueError(f"code {self.codes.amax().item()} does not fit {self.bits} bits")
         if not is_number.all() and not is_number.to(self.codes.device)[self.codes.int()].all():
             raise ValueError("a code stands for no number")
-        if self.quantizes_inputs and (
+        if self.quantizes_inputs == "by group" and not self.has_integers:
+            raise ValueError("inputs are quantized by groups only for integers with scales, and with zeros or minima")
+        if self.quantizes_inputs == "by row" and (
             self.zeros is not None
             or self.minima is not None
             or expected[1] > 1
             or self.bits != 8
             or not torch.equal(self.codebook, signed_integers(8))
         ):
-            raise ValueError("inputs are quantized only for signed integers with one scale per row")
+            raise ValueError("inputs are quantized by rows only for signed integers with one scale per row")
 
     def _check_factors(self) -> None:
         if self.factors is None:
@@ -118,6 +123,28 @@ class QuantizedWeight:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether inputs can be rounded by groups: codes are integers of a byte, or of 4 bits and halves up to 8, and
+        there are no zeros beside minima.
+        """
+        steps, most = self.codebook - self.shift, 128
+        if self.bits == 4 and not torch.equal(self.codebook, integers(4) + self.codebook[0]):
+            steps, most = 2 * self.codebook, 16
+        has_one_offset = self.minima is None or (self.zeros is None and not self.shift)
+        is_inside = steps.isfinite().all() and -most <= steps.min() and steps.max() < most
+        return bool(has_one_offset and is_inside and torch.equal(steps, steps.round()))
+
+    @property
+    def shift(self) -> int:
+        """What is subtracted from the codebook, and from zeros, so that integers fit a byte with a sign."""
+        return 128 if self.bits == 8 and self.codebook.max() > 127 else 0
+
+    @property
+    def input_group(self) -> int:
+        """How many inputs are rounded together, if they are "by group"."""
+        return 32 if self.group % 32 == 0 else GROUP_STEP
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +214,7 @@ class QuantizedWeight:
         """
         inputs, groups = self.shape[1], self.scales.shape[1]
         first, end, stride = columns.indices(inputs)
-        if self.quantizes_inputs and (first, end) != (0, inputs):
+        if self.quantizes_inputs == "by row" and (first, end) != (0, inputs):
             raise ValueError("the scale of a row of inputs is that of all inputs: they cannot be divided")
         if groups > 1 and (first % self.group or (end % self.group and end != inputs)):
             raise ValueError(f"inputs {first} to {end} divide a group of {self.group}")
@@ -285,6 +312,38 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.where(is_usable, torch.full_like(largest, 127) / largest, 0.0)
     integers = (x.float() * factors).clamp(-127, 127).round()
     return integers.where(is_usable, 0.0), largest / 127
+
+
+def sum_groups(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[rows, inputs] -> the products with a weight whose inputs are quantized "by group", [rows, outputs] float32.
+
+    Every `input_group` inputs of a row are rounded by themselves (`quantize_rows`). For one group after another, what
+    follows is added to a sum from zero on, each in one fused operation: the exact sum of the products of inputs and
+    integers times the product of both scales; then, if there are zeros or minima, the product of the inputs' sum and
+    their scale times the weight's offset, negative, which is its minimum or the product of zero and scale. Products are
+    rounded to float32.
+    """
+    weight, size = weight._multiplied(), weight.input_group
+    rows, inputs = x.shape
+    padded = torch.nn.functional.pad(x, (0, -inputs % size))
+    rounded, scales = quantize_rows(padded.reshape(-1, size))
+    integers, scales = rounded.view(rows, -1, size).double(), scales.view(rows, -1, 1)
+    codes = (weight.codebook - weight.shift)[weight.codes.int()].double()
+    offsets = weight.minima
+    if weight.zeros is not None or weight.shift:
+        zeros = 0.0 if weight.zeros is None else weight.zeros.float()
+        offsets = (zeros - weight.shift) * weight.scales.float()
+    sums = torch.zeros(rows, len(codes))
+    for number in range(padded.shape[1] // size):
+        some, scale, group = integers[:, number], scales[:, number], number * size // weight.group
+        own = codes[:, number * size : (number + 1) * size]
+        # The double has all bits of the product.
+        products = (scale * weight.scales[:, group].float()).double() * (some[:, : own.shape[1]] @ own.T)
+        sums = (products + sums).float()
+        if offsets is not None:
+            total = scale * some.sum(1, keepdim=True).float()
+            sums = (sums - total.double() * offsets[:, group].double()).float()
+    return sums
 
 
 def quantize_absmax(weight: torch.Tensor, bits: int, group: int) -> QuantizedWeight:

@@ -149,7 +149,7 @@ class WeightsDigest:
         first, end, _ = part[axis].indices(shape[axis])
         if first >= end:
             return
-        rounds = isinstance(tensor, QuantizedWeight) and tensor.quantizes_inputs
+        rounds = isinstance(tensor, QuantizedWeight) and tensor.quantizes_inputs is not None
         if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
             dtype = tensor.dtype
         data: Iterable[np.ndarray] = ()
@@ -185,8 +185,8 @@ class Weights:
     `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
     or as fast as possible, and `check` is called with each of them and its weight. With `expert_parallel` the ranks
     have whole experts; these are divided among the ranks of `expert_group`, by default `group`. Layers that are stored
-    unquantized are rounded as `load_quantization` says. `size` counts what is delivered. Layers that may have adapters
-    register with `lora`, if there is one.
+    unquantized are rounded as `load_quantization` says, and so are the inputs of quantized ones. `size` counts what is
+    delivered. Layers that may have adapters register with `lora`, if there is one.
     """
 
     source: WeightSource
@@ -275,8 +275,12 @@ class Weights:
             found = [
                 quantize_absmax(self.delivery(map(dense, found), shape, self.dtype, self.device), bits, LOADED_GROUP)
             ]
-        self.size.add(found[0])
-        return found[0]
+        weight = found[0]
+        assert isinstance(weight, QuantizedWeight)
+        self.size.add(weight)
+        if self.load_quantization.activations and weight.has_integers and weight.quantizes_inputs is None:
+            weight = replace(weight, quantizes_inputs="by group")
+        return weight
 
     def of_expert(
         self, name: str, expert: int, shape: Sequence[int], own: Sequence[range], is_transposed: bool = False

@@ -30,6 +30,7 @@ _OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config
 # The user's arguments that a row keeps: the model and the device, nothing that schedules or moves KV.
 _KEPT = (
     "model", "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "quantization", "quantize_head",
+    "quantize_activations",
     "device", "seed", "block_size", "max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype",
 )  # fmt: skip
 

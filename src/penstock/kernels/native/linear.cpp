@@ -41,6 +41,15 @@ PENSTOCK_EXPORT(void, linear_pack_quantized)
     });
 }
 
+// Writes the values of a layer that rounds its inputs in groups, [out_features, in_features], rounded to bfloat16.
+PENSTOCK_EXPORT(void, linear_unpack)(const Linear* layer, uint16_t* out, int64_t threads) {
+    using Kernel = GroupSums<kUnit>;  // the panels are those of all groups
+    const int64_t k = layer->in_features, bytes = Kernel::panel_bytes(*layer->quantization, k);
+    pack_panels(*layer, threads, [&](int64_t panel, int64_t first, int64_t columns) {
+        Kernel::unpack_panel(*layer->quantization, layer->weight + panel * bytes, out + first * k, columns, k);
+    });
+}
+
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias. Rows of `out` are out_stride elements apart.
 PENSTOCK_EXPORT(void, linear)
 (const Linear* layer, const void* x, void* out, int64_t out_stride, int64_t rows, int64_t threads) {

@@ -10,8 +10,8 @@
 namespace {
 
 constexpr float kLargest = 127;
-// The top half of 2^-119: of numbers much smaller, 127 has no multiple.
-constexpr uint16_t kLeastBits = 8 << 7;
+// 2^-119: of numbers much smaller, 127 has no multiple. And the largest finite number.
+constexpr float kLeast = 0x1p-119f, kMost = 0x1.fffffep127f;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 using InputByte = int8_t;
 constexpr int kOffset = 0;
@@ -22,6 +22,43 @@ constexpr int kOffset = 128;
 #endif
 
 typedef int32_t Integers __attribute__((vector_size(kLanes * 4), may_alias));
+
+inline float widen_bits(uint16_t from) {
+    const uint32_t bits = static_cast<uint32_t>(from) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Of some inputs in bfloat16. If one is not finite, neither is the result.
+inline float largest_magnitude(const uint16_t* inputs, int64_t count) {
+    uint16_t most = 0;
+    for (int64_t input = 0; input < count; ++input) {
+        const uint16_t magnitude = inputs[input] & 0x7fff;
+        most = most < magnitude ? magnitude : most;
+    }
+    return widen_bits(most);
+}
+
+// By what inputs are multiplied so that the largest magnitude becomes 127, in which their scale is the magnitude over 127.
+// Zero if it is not finite, or too small for that.
+inline float integer_factor(float magnitude) {
+    return magnitude >= kLeast && magnitude <= kMost ? kLargest / magnitude : 0;
+}
+
+// Rounds the multiples of inputs to nearest even, as vLLM does it.
+template <int kCount>
+inline __attribute__((always_inline)) void round_inputs(const uint16_t* inputs, float factor, int32_t* integers) {
+    for (int i = 0; i < kCount; ++i) {
+        const float scaled = factor == 0 ? 0 : widen_bits(inputs[i]) * factor;
+        const float limited = scaled > kLargest ? kLargest : scaled < -kLargest ? -kLargest : scaled;
+        // Adding 1.5 * 2^23 leaves no room for a fraction: the sum is rounded to an integer.
+        const float sum = limited + 12582912.0f;
+        int32_t bits;
+        memcpy(&bits, &sum, 4);
+        integers[i] = bits - 0x4b400000;
+    }
+}
 
 struct IntegerSums {
     using Element = BFloatKernel::Element;
@@ -79,20 +116,13 @@ struct IntegerSums {
             }
     }
 
-    // The scale is the largest magnitude over 127 and an input is rounded to nearest even of its multiple of 127 over that
-    // magnitude, as vLLM does it. A row that is not finite, or too small for that, has zeros.
+    // A row that is not finite, or too small, has zeros.
     static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
         float* scales = reinterpret_cast<float*>(packed + input_bytes(rows, k));
         for (int64_t row = 0; row < rows; ++row) {
             const uint16_t* inputs = reinterpret_cast<const uint16_t*>(x) + row * k;
-            uint16_t most = 0;
-            for (int64_t input = 0; input < k; ++input) {
-                const uint16_t magnitude = inputs[input] & 0x7fff;
-                most = most < magnitude ? magnitude : most;
-            }
-            const float magnitude = widen_bits(most);
+            const float magnitude = largest_magnitude(inputs, k), factor = integer_factor(magnitude);
             scales[row] = magnitude / kLargest;
-            const float factor = most >= kLeastBits && most < 0x7f80 ? kLargest / magnitude : 0;
             if (multiplies_bytes())
                 pack_row<InputByte>(inputs, factor, kOffset, packed, rows, row, k);
             else
@@ -100,36 +130,23 @@ struct IntegerSums {
         }
     }
 
-    static inline float widen_bits(uint16_t from) {
-        const uint32_t bits = static_cast<uint32_t>(from) << 16;
-        float value;
-        memcpy(&value, &bits, 4);
-        return value;
-    }
-
     template <class Input>
     static void pack_row(const uint16_t* inputs, float factor, int32_t offset, char* packed, int64_t rows, int64_t row,
                          int64_t k) {
-        constexpr int64_t kSome = 64;
+        constexpr int kSome = 64;
         Input* to = reinterpret_cast<Input*>(packed) + row * 4;
         for (int64_t first = 0; first < padded_k(k); first += kSome) {
             uint16_t own[kSome] = {};
-            Input integers[kSome];
+            int32_t integers[kSome];
+            Input narrow[kSome];
             memcpy(own, inputs + first, smaller(kSome, k - first) * sizeof *own);
-            for (int64_t i = 0; i < kSome; ++i) {
-                const float scaled = factor == 0 ? 0 : widen_bits(own[i]) * factor;
-                const float limited = scaled > kLargest ? kLargest : scaled < -kLargest ? -kLargest : scaled;
-                // Adding 1.5 * 2^23 leaves no room for a fraction: the sum is rounded to an integer.
-                const float sum = limited + 12582912.0f;
-                int32_t bits;
-                memcpy(&bits, &sum, 4);
-                integers[i] = static_cast<Input>(bits - 0x4b400000 + offset);
-            }
+            round_inputs<kSome>(own, factor, integers);
+            for (int i = 0; i < kSome; ++i) narrow[i] = static_cast<Input>(integers[i] + offset);
             const int64_t count = smaller(kSome, padded_k(k) - first);
             if (rows == 1)
-                memcpy(to + first, integers, count * sizeof(Input));
+                memcpy(to + first, narrow, count * sizeof(Input));
             else
-                for (int64_t i = 0; i < count; i += 4) memcpy(to + (first + i) * rows, integers + i, 4 * sizeof(Input));
+                for (int64_t i = 0; i < count; i += 4) memcpy(to + (first + i) * rows, narrow + i, 4 * sizeof(Input));
         }
     }
 

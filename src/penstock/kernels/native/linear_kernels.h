@@ -1,8 +1,7 @@
 // The kernel of every type of layer on this instruction set.
 #pragma once
 
-#include "linear_integers.h"
-#include "linear_quantized.h"
+#include "linear_groups.h"
 
 namespace {
 
@@ -12,7 +11,12 @@ auto with_kernel(int64_t dtype, const Quantization* quantization, Action action)
     switch (dtype) {
         case kBFloat16:
             if (!quantization) return action(BFloatKernel{});
-            return quantization->kind == kSums ? action(IntegerSums{}) : action(QuantizedKernel{});
+            if (quantization->kind == kSums) return action(IntegerSums{});
+            switch (quantization->input_group) {
+                case 0: return action(QuantizedKernel{});
+                case 16: return action(GroupSums<16>{});
+                default: return action(GroupSums<32>{});
+            }
         case kFloat16: return action(Fma<Half>{});
         default: return action(Fma<Float>{});
     }

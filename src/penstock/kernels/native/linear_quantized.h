@@ -42,6 +42,7 @@ struct Quantization {
     int64_t has_extremes;  // whether a value may be too small or too large for `rounded`
     int64_t factor_groups;  // how many groups of 8-bit scales and minima share a float16 factor; 0: there are none
     int64_t is_exact;       // whether zeros are integers, and products of codes and scales need no rounding
+    int64_t input_group;    // how many inputs are rounded together (linear_groups.h): 16 or 32, or 0 if they are not
     float codebook[256];
 };
 
@@ -394,21 +395,41 @@ inline uint64_t low_bits(uint64_t fields) {
     }
 }
 
+// The lowest kBits of every 16 bits.
+template <int kBits>
+constexpr uint64_t kLowest = uint64_t{0x0001000100010001} * ((1 << kBits) - 1);
+
 // Units for kernels that take vectors of columns: 4 bits are [2][32 columns] words, of 8 inputs each, one or two bits more
-// [32 columns] half words or words, of 16 inputs each, and 8 bits are [16][32 columns].
-template <class Dense>
+// [32 columns] half words or words, of 16 inputs each, and 8 bits are [16][32 columns], or with kInWords like 4 bits in two
+// words for one: of each 8 inputs, [2][32 columns] words of every other one.
+//
+// Half words and words have four equal fields, of inputs 0, 1, 8, 9, then of 2, 3, 10, 11, and so on: so the bits of one word
+// of 8 bits have one distance there, of a byte in words.
+template <class Dense, bool kInWords = false>
 struct ColumnUnits {
+    // Where the bits of an input begin.
+    static constexpr int more_at(int bits, int input) { return (input % 8 / 2 * 4 + input / 8 * 2 + input % 2) * bits; }
+
     template <int kBits>
     static inline __attribute__((always_inline)) void store_codes(char* unit, int64_t column, const uint8_t* codes) {
-        if constexpr (kBits == 8) {
+        if constexpr (kBits == 8 && kInWords) {
+            for (int number = 0; number < 4; ++number) {
+                const uint64_t some = low_bits<8, 16>(load_codes(codes + number / 2 * 8) >> number % 2 * 8);
+                reinterpret_cast<uint32_t*>(unit)[number * kPanel + column] = static_cast<uint32_t>(some);
+            }
+        } else if constexpr (kBits == 8) {
             for (int64_t input = 0; input < kUnit; ++input) unit[input * kPanel + column] = static_cast<char>(codes[input]);
         } else {
+            constexpr int kMore = kBits - 4;
             uint32_t more = 0;
             for (int half = 0; half < 2; ++half) {
                 const uint64_t some = load_codes(codes + half * 8);
                 reinterpret_cast<uint32_t*>(unit)[half * kPanel + column] = static_cast<uint32_t>(low_bits<4, 8>(some));
-                if constexpr (kBits > 4)
-                    more |= static_cast<uint32_t>(low_bits<kBits - 4, 8>(some >> 4)) << half * 8 * (kBits - 4);
+                if constexpr (kMore) {
+                    const uint64_t even = some >> 4 & kLowest<kMore>, odd = some >> 12 & kLowest<kMore>;
+                    const uint64_t fields = low_bits<kMore * 4, 16>(even | odd << kMore);
+                    more |= static_cast<uint32_t>(fields) << half * 2 * kMore;
+                }
             }
             if constexpr (kBits == 5) reinterpret_cast<uint16_t*>(unit + kNibbleBytes)[column] = static_cast<uint16_t>(more);
             if constexpr (kBits == 6) reinterpret_cast<uint32_t*>(unit + kNibbleBytes)[column] = more;
@@ -433,7 +454,7 @@ struct ColumnUnits {
                 for (int input = 0; input < 8; ++input, words = next_nibbles(words)) {
                     const int number = half * 8 + input;
                     if constexpr (kMore)
-                        take(number, numbers.value(joined(words, more, number * kMore, kMore)));
+                        take(number, numbers.value(joined(words, more, more_at(kMore, number), kMore)));
                     else if constexpr (counts_from_zero(kKind))
                         take(number, numbers.value(low_nibbles(words)));
                     else
@@ -441,8 +462,16 @@ struct ColumnUnits {
                 }
             }
         } else {
-            for (int input = 0; input < kUnit; ++input)
-                take(input, numbers.value(from_bytes<kKind>(unit + input * kPanel + part * kLanes, quantization)));
+            for (int input = 0; input < kUnit; ++input) {
+                char line[kLanes];
+                const char* codes = unit + input * kPanel + part * kLanes;
+                if constexpr (kInWords) {
+                    const char* word = unit + (input / 8 * 2 + input % 2) * kPanel * 4 + input % 8 / 2;
+                    for (int lane = 0; lane < kLanes; ++lane) line[lane] = word[(part * kLanes + lane) * 4];
+                    codes = line;
+                }
+                take(input, numbers.value(from_bytes<kKind>(codes, quantization)));
+            }
         }
     }
 

@@ -174,7 +174,8 @@ class QuantizedSource:
             rounds = self._config.quantizes_inputs(name.removesuffix(_WEIGHT))
             if self._source.has(f"{name}_zero_point"):
                 raise ValueError("8-bit integers with zero points are not supported")
-            return QuantizedWeight(codes, signed_integers(8), scales, inputs, 8, quantizes_inputs=rounds)
+            by = "by row" if rounds else None
+            return QuantizedWeight(codes, signed_integers(8), scales, inputs, 8, quantizes_inputs=by)
         if group % 16 and group < inputs:
             of_inputs = torch.arange(inputs)[whole[-1]] // group - range(inputs)[whole[-1]].start // group
             return (stored.flatten(0, -2).float() * scales.float()[:, of_inputs]).bfloat16()
