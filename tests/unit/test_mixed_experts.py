@@ -36,7 +36,7 @@ def int8(weight: torch.Tensor) -> LayerWeight:
 
 def rounding(weight: torch.Tensor) -> LayerWeight:
     stored = quantize_absmax(weight, 8, 0)
-    return QuantizedWeight(stored.codes, stored.codebook, stored.scales, stored.group, 8, quantizes_inputs=True)
+    return QuantizedWeight(stored.codes, stored.codebook, stored.scales, stored.group, 8, quantizes_inputs="by row")
 
 
 def bfloat16(weight: torch.Tensor) -> LayerWeight:
