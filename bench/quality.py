@@ -23,6 +23,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
     "int8, head int8": {"quantization": "int8", "quantize_head": "int8"},
     "int4, head int8": {"quantization": "int4", "quantize_head": "int8"},
+    "int8, activations int8": {"quantization": "int8", "quantize_activations": "int8"},
+    "int4, activations int8": {"quantization": "int4", "quantize_activations": "int8"},
     "as stored, KV int8": {"kv_cache_dtype": "int8"},
 }
 BITS = {None: 16, "int8": 8.5, "int4": 4.5}

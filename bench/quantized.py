@@ -4,7 +4,8 @@
 
 Every contender owns enough copies of the weight that they stream from memory, and every call takes the next copy, as
 the layers of a model do. Contenders alternate, so a busy moment of the machine affects them alike; figures are medians.
-GB/s are those of the weight as it is packed, and the ratio is the time in bfloat16 over the contender's.
+GB/s are those of the weight as it is packed, and the ratio is the time in bfloat16 over the contender's. `q4_k+int8` is
+q4_k with rounded activations.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ KINDS = {
 
 
 def make(kind: str, rows: int, inputs: int) -> QuantizedWeight:
+    kind, _, activations = kind.partition("+")
+    by = "by group" if activations else "by row" if kind == "w8a8" else None
     bits, codebook, group, dtype, has_zeros, has_minima = KINDS[kind]
     group = group or inputs
     shape = rows, -(-inputs // group)
@@ -57,6 +60,7 @@ def make(kind: str, rows: int, inputs: int) -> QuantizedWeight:
             minima=numbers[1] if has_minima else None,
             factors=(torch.rand(blocks) * inputs**-0.5 / 512).half(),
             factor_groups=256 // group,
+            quantizes_inputs=by,
         )
     return QuantizedWeight(
         codes,
@@ -66,7 +70,7 @@ def make(kind: str, rows: int, inputs: int) -> QuantizedWeight:
         bits,
         torch.full(shape, 8, dtype=dtype) if has_zeros else None,
         torch.rand(shape, dtype=dtype) if has_minima else None,
-        quantizes_inputs=kind == "w8a8",
+        quantizes_inputs=by,
     )
 
 

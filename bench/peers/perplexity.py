@@ -2,7 +2,7 @@
 
     PENSTOCK_PYTHON bench/peers/perplexity.py prepare FOLDER --text LICENSE
     LLAMA_PYTHON bench/peers/perplexity.py llama_cpp FOLDER
-    PENSTOCK_PYTHON bench/peers/perplexity.py penstock FOLDER
+    PENSTOCK_PYTHON bench/peers/perplexity.py penstock FOLDER          # or penstock+int8: with rounded activations
     TRANSFORMERS_PYTHON bench/peers/perplexity.py transformers FOLDER
 
 The first line writes the model in bf16 and the tokens of the text and of additions, the model's own subject; llama.cpp
@@ -92,10 +92,11 @@ def llama_cpp(file: Path) -> LogProbabilities:
     return run
 
 
-def penstock(file: Path) -> LogProbabilities:
+def penstock(file: Path, activations: str | None = None) -> LogProbabilities:
     from penstock import LLM, SamplingParams
 
-    llm = LLM(str(file), skip_tokenizer_init=True, max_model_len=WINDOW + 16)
+    rounded = activations if file.stem != "bf16" else None
+    llm = LLM(str(file), skip_tokenizer_init=True, max_model_len=WINDOW + 16, quantize_activations=rounded)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
 
     def run(window: list[int]) -> list[float]:
@@ -134,9 +135,17 @@ def _of_logits(logits: np.ndarray, window: list[int]) -> list[float]:
     return (chosen - np.log(np.exp(logits).sum(1))).tolist()
 
 
+ENGINES = {
+    "llama_cpp": llama_cpp,
+    "penstock": penstock,
+    "penstock+int8": functools.partial(penstock, activations="int8"),
+    "transformers": transformers,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("prepare", "llama_cpp", "penstock", "transformers"))
+    parser.add_argument("engine", choices=("prepare", *ENGINES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path, default=Path("LICENSE"))
     args = parser.parse_args()
@@ -144,7 +153,7 @@ def main() -> None:
         prepare(args.folder, args.text)
         return
     texts = json.loads((args.folder / "ids.json").read_text())
-    engine = {"llama_cpp": llama_cpp, "penstock": penstock, "transformers": transformers}[args.engine]
+    engine = ENGINES[args.engine]
     for kind in FORMATS:
         run = engine(args.folder / f"{kind}.gguf")
         line = []

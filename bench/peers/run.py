@@ -4,8 +4,9 @@
         llama_cpp=LLAMA_VENV/bin/python transformers=.venv/bin/python
 
 Each engine has its own interpreter, because they cannot be installed together. `--shape` names a folder with a
-config.json; the weights are random. `--layers` leaves out the layers after that many. The files of the weights go into
-a folder inside `--keep`, where the next run finds them, or are deleted in the end.
+config.json; the weights are random. `penstock+int8=...` is Penstock with `--quantize-activations int8`. `--layers`
+leaves out the layers after that many. The files of the weights go into a folder inside `--keep`, where the next run
+finds them, or are deleted in the end.
 
 `--start` has the time from the start of an engine's process to the first token of a prompt of 128, and its resident
 memory in GB, in the place of rates.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -53,8 +55,10 @@ def main() -> None:
         (shape / "config.json").write_text(json.dumps(config))
         for number in range(args.rounds):
             for engine, python in engines.items():
-                command = [python, str(HERE / f"run_{engine}.py"), str(shape), args.weights, *batches]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                script, _, activations = engine.partition("+")
+                command = [python, str(HERE / f"run_{script}.py"), str(shape), args.weights, *batches]
+                environment = {**os.environ, "ACTIVATIONS": activations}
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
                 results[engine].append(json.loads(done.stdout.strip().splitlines()[-1]))
                 print(f"round {number + 1}: {json.dumps(results[engine][-1])}", flush=True)
     for title, names in tables.items():

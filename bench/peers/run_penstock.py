@@ -6,6 +6,7 @@ checkpoint that `quantized_checkpoint.py` writes.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         max_model_len=longest(),
         enable_prefix_caching=False,
+        quantize_activations=os.environ.get("ACTIVATIONS") or None,
     )
 
     def generate(batch: list[list[int]], num_tokens: int) -> None:
