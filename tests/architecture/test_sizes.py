@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": 372,
     "audit": 947,
     "cli": 1654,
-    "config": 3907,
+    "config": 3908,
     "core": 1996,
     "engine": 983,
     "executor": 583,

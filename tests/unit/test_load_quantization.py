@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.config.engine import EngineArgs, resolve
-from penstock.config.quantization import LoadQuantization
+from penstock.config.load_quantization import LoadQuantization
+from penstock.config.quantization import QuantizationConfig
 from penstock.kernels.quantized import quantize_absmax
 from penstock.utils.errors import ConfigError
 
@@ -73,6 +76,11 @@ def test_the_flags_are_those_of_a_cpu_and_bfloat16() -> None:
         resolve(EngineArgs(quantization="int8")).on_device("cuda")
     with pytest.raises(ConfigError, match="are not quantized: set quantization"):
         resolve(EngineArgs(quantize_activations="int8"))
+    rounded = {"quantization": None, "quantize_head": None, "quantize_activations": "int8"}
+    for method, is_served in (("fp8", False), ("modelopt", False), ("mxfp4", True), ("gguf", True)):
+        model = replace(resolve(EngineArgs()).model, quantization=QuantizationConfig(method))
+        with nullcontext() if is_served else pytest.raises(ConfigError, match="are 8-bit floats"):
+            assert LoadQuantization.of(rounded, model, "cpu") == LoadQuantization(activations=True)
     both = resolve(EngineArgs(quantization="int4", quantize_activations="int8")).load_quantization
     assert both == LoadQuantization(4, activations=True)
     assert both.for_head() == LoadQuantization(0, activations=True)

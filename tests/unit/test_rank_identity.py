@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from penstock.config.quantization import LoadQuantization
+from penstock.config.load_quantization import LoadQuantization
 from penstock.engine.cache_plan import plan_cache
 from penstock.engine.rank_identity import check_arithmetic, digest_weights
 from penstock.engine.transfer import fingerprint, meaning, token_fingerprint

@@ -17,12 +17,12 @@ from penstock.config.cache import CacheConfig
 from penstock.config.expert_parallel import parse_expert_parallel
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
+from penstock.config.load_quantization import AS_STORED, ROUNDINGS, LoadQuantization
 from penstock.config.lora import LoraConfig, parse_lora
 from penstock.config.model import KV_CACHE_DTYPES, ModelConfig, load_model_config
 from penstock.config.model_path import BUILT_IN_MODEL, resolve_model_path
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
-from penstock.config.quantization import AS_STORED, ROUNDINGS, LoadQuantization
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up

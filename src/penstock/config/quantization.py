@@ -11,17 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.config.model import ModelConfig
 
 FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", "mxfp4"
 MODELOPT = "modelopt"
 GGUF = "gguf"
-_FLOATS = (FP8, MODELOPT)
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 # Its packings. A checkpoint that names none has GPTQ's, as in AutoRound and vLLM. GPTQ's stores zero points less one,
 # GPTQModel's as they are.
@@ -46,6 +42,11 @@ class QuantizationConfig:
     formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
 
     @property
+    def has_integers(self) -> bool:
+        """Whether weights may be integers, or floats of 4 bits, not of 8 bits alone."""
+        return self.method not in (FP8, MODELOPT)
+
+    @property
     def name(self) -> str:
         """The formats in words."""
         return ", ".join(self.formats) or self.method
@@ -64,48 +65,6 @@ class QuantizationConfig:
             re.match(target[3:], layer) is not None if target.startswith("re:") else target in (layer, "Linear")
             for target in self.rounds_inputs
         )
-
-
-INT4, INT8 = "int4", "int8"
-ROUNDINGS = {"quantization": (INT8, INT4), "quantize_head": (INT8,), "quantize_activations": (INT8,)}
-"""The arguments that round weights and activations, and their values."""
-_BITS_OF = {None: 0, INT4: 4, INT8: 8}
-LOADED_GROUP = 32
-"""Inputs that share a scale in weights that are quantized when they are read."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadQuantization:
-    """The bits of weights that are quantized when they are read, if the checkpoint's are not; 0 for as they are. With
-    `activations` the inputs of layers with quantized weights are rounded to 8 bits, where these are integers.
-    """
-
-    layers: int = 0
-    head: int = 0
-    activations: bool = False
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, str | None], model: ModelConfig, device: str) -> LoadQuantization:
-        """Reads the arguments ROUNDINGS. Raises ConfigError if one is not for this model or device."""
-        for name, value in arguments.items():
-            if value is not None and (model.dtype != "bfloat16" or device == "cuda"):
-                raise ConfigError(f"{name}={value} needs a CPU and bfloat16: set device cpu and dtype bfloat16")
-        layers, head, activations = (_BITS_OF[arguments[name]] for name in ROUNDINGS)
-        stored = model.quantization
-        if activations and not (layers or head if stored is None else stored.method not in _FLOATS):
-            weights = "not quantized" if stored is None else "8-bit floats"
-            raise ConfigError(
-                f"quantize_activations={INT8} needs weights in integers, and those of {model.path} are {weights}: set "
-                "quantization, or leave it out"
-            )
-        return cls(layers, head, activations > 0)
-
-    def for_head(self) -> LoadQuantization:
-        """Returns what the output head gets in the place of the other layers."""
-        return replace(self, layers=self.head)
-
-
-AS_STORED = LoadQuantization()
 
 
 def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:

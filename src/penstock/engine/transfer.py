@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from penstock.config.engine import EngineConfig
-from penstock.config.quantization import AS_STORED
+from penstock.config.load_quantization import AS_STORED
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
 from penstock.engine.rank_identity import digest_weights
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector

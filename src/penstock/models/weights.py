@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 
 from penstock.config.expert_parallel import ExpertParallelConfig
-from penstock.config.quantization import AS_STORED, LOADED_GROUP, LoadQuantization
+from penstock.config.load_quantization import AS_STORED, LOADED_GROUP, LoadQuantization
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.quantized import LayerWeight, QuantizedWeight, dense, quantize_absmax, reordered
 from penstock.kernels.staging import Stager
