@@ -358,29 +358,33 @@ def sums_by_group(x: np.ndarray, weight: QuantizedWeight) -> np.ndarray:
     """One row: `sum_groups` from the values of the weight alone, in numbers of 64 bits that are rounded to 32."""
     size, shift = weight.input_group, np.float32(weight.shift)
     codes = weight.codebook.numpy()[weight.codes.numpy()] - shift
-    scales, offsets = weight.scales.float().numpy(), None if weight.minima is None else weight.minima.float().numpy()
+    scales = weight.scales.float().numpy()
+    minima, zeros = np.zeros_like(scales), np.zeros_like(scales) - shift
+    if weight.minima is not None:
+        minima = weight.minima.float().numpy()
     if weight.factors is not None:
         factors = weight.factors.float().numpy().repeat(FACTOR_GROUPS, 2)[:, :, : scales.shape[1]]
-        scales, offsets = scales * factors[0], None if offsets is None else offsets * factors[-1]
+        scales, minima = scales * factors[0], minima * factors[-1]
     if weight.zeros is not None:
-        offsets = (weight.zeros.float().numpy() - shift) * scales
-    elif shift:
-        offsets = -shift * scales
+        zeros = weight.zeros.float().numpy() - shift
     sums = np.zeros(len(codes), np.float32)
     for first in range(0, len(x), size):
         some, group = x[first : first + size], first // weight.group
         largest = np.abs(some).max()
         rounded = np.rint(some * (np.float32(127) / largest)) if largest >= 2.0**-119 else some * 0
         scale = largest / np.float32(127)
-        exact = codes[:, first : first + size].astype(np.float64) @ rounded.astype(np.float64)
+        exact = (codes[:, first : first + size] - zeros[:, group, None]).astype(np.float64) @ rounded.astype(np.float64)
         sums = (exact * (scale * scales[:, group]).astype(np.float64) + sums).astype(np.float32)
-        if offsets is not None:
-            total = np.float64(scale * np.float32(rounded.sum()))
-            sums = (sums - total * offsets[:, group].astype(np.float64)).astype(np.float32)
+        total = np.float64(scale * np.float32(rounded.sum()))
+        sums = (sums - total * minima[:, group].astype(np.float64)).astype(np.float32)
     return sums
 
 
-@pytest.mark.parametrize(("isa", "kind", "shape"), grid(ISAS, BY_GROUP, ((256, 96, 32), (80, 33, 16), (48, 40, 64))))
+# Also with groups that end within a unit of 16 inputs, and groups of which two begin in one of 32.
+GROUP_SHAPES = ((256, 96, 32), (80, 33, 16), (48, 40, 64), (60, 33, 60), (81, 33, 81), (144, 40, 48))
+
+
+@pytest.mark.parametrize(("isa", "kind", "shape"), grid(ISAS, BY_GROUP, GROUP_SHAPES))
 def test_inputs_are_rounded_by_groups(isa: str, kind: str, shape: tuple[int, int, int]) -> None:
     inputs, outputs, group = shape
     weight = by_group(kind, outputs, inputs, group)
@@ -401,10 +405,10 @@ def test_inputs_are_rounded_by_groups(isa: str, kind: str, shape: tuple[int, int
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", BY_GROUP)
 def test_the_largest_products_of_a_group_do_not_overflow(isa: str, kind: str) -> None:
-    for code in (0, KINDS[kind][0].numel() - 1):
+    for code in (KINDS[kind][0].argmin(), KINDS[kind][0].argmax()):
         for sign in (1, -1):
             weight = by_group(kind, 32, 64, 32)
-            weight = replace(weight, codes=torch.full_like(weight.codes, code))
+            weight = replace(weight, codes=torch.full_like(weight.codes, int(code)))
             x = torch.full((1, 64), float(sign)).bfloat16()
             expected = torch.from_numpy(sums_by_group(x[0].float().numpy(), weight))
             assert torch.equal(pack(isa, weight, None, True)(x)[0], expected)

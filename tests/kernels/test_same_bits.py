@@ -18,6 +18,7 @@ import torch
 from penstock.config.recurrent import ConvSizes, DeltaSizes, MambaSizes
 from penstock.kernels import native
 from penstock.kernels.kv_rows import quantize_rows
+from penstock.kernels.linear import QuantizationDescriptor
 from penstock.kernels.native import ARITHMETIC, DTYPE_CODES
 from penstock.kernels.recurrent import STATE_ARGUMENTS
 from tests.kernels.native_calls import SOURCE, NativeCalls
@@ -27,6 +28,8 @@ CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-
 SETS = [isa for isa in native.instruction_sets() if ARITHMETIC[isa] == "fma"]
 DTYPES = tuple(DTYPE_CODES)
 THREADS = 2
+# Of the description of a quantized weight: its integers, and the codebook.
+QUANTIZATION = "".join("f" * 256 if field[0] == "codebook" else "n" for field in QuantizationDescriptor._fields_)
 NUM_TOKENS = 24  # of the requests of a recurrent kernel
 # Every path by which numbers are rounded, exponents overflow and signs survive.
 EDGES = torch.tensor(
@@ -91,7 +94,7 @@ def add_quantized(calls: NativeCalls) -> None:
         book = [{5: -16.0, 6: -32.0}[kind]] * 256 if is_exact else codebook.tolist()
         scales = scales.bfloat16() if is_exact else scales
         code = DTYPE_CODES[scales.dtype]
-        described = calls.struct(f"{'n' * 8}{'f' * 256}", kind, group, code, has_zeros, 0, 0, 0, is_exact, *book)
+        described = calls.struct(QUANTIZATION, kind, group, code, has_zeros, 0, 0, 0, is_exact, 0, *book)
         layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
         numbered = (codes % {0: 16, 5: 32, 6: 64}.get(kind, 256)).to(torch.uint8)
         packed = (layer, numbered, scales, zeros if has_zeros else None, None, 1)
@@ -105,13 +108,46 @@ def add_quantized(calls: NativeCalls) -> None:
             made = layer if name == "quantized" else dense
             calls.add("linear", "pppnnn", made, x[:rows].clone(), out, n, rows, THREADS)
     for k in (300, 64):
-        described = calls.struct("n" * 8, 4, k, DTYPE_CODES[torch.float32], 0, 0, 0, 0, 0)
+        described = calls.struct("n" * 9, 4, k, DTYPE_CODES[torch.float32], 0, 0, 0, 0, 0, 0)
         layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
         numbered = codes[:, :k].to(torch.uint8).contiguous()
         calls.add("linear_pack_quantized", "pppppn", layer, numbered, scales[:, :1].float().contiguous(), None, None, 1)
         for rows in (1, 2, 5, 29):
             out = calls.result(f"sums {k} {rows}", torch.zeros(rows, n, dtype=dtype))
             calls.add("linear", "pppnnn", layer, x[:rows, :k].contiguous(), out, n, rows, THREADS)
+
+
+def add_quantized_by_group(calls: NativeCalls) -> None:
+    """Each kind of integers with inputs that are rounded by groups, and the values of a layer of them."""
+    n, dtype = 70, torch.bfloat16
+    halves = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    books = {0: halves * 16, 1: [0.0] * 256, 5: [-16.0] * 256, 6: [-32.0] * 256, 7: [0.0] * 256}
+    for kind, (k, group), offsets in itertools.product(
+        books, ((304, 32), (40, 16)), ("", "zeros", "minima", "factors")
+    ):
+        if offsets == "zeros" and kind in (0, 5, 6):
+            continue
+        codes = torch.arange(n * k, dtype=torch.int32).mul(37).view(n, k)
+        codes = (codes % {1: 256, 5: 32, 6: 64}.get(kind, 16)).to(torch.uint8)
+        groups, has_factors = -(-k // group), offsets == "factors"
+        scales = numbers(n, groups, scale=9).to(torch.int8 if has_factors else dtype)
+        zeros = (numbers(n, groups, scale=4, seed=4).round()).to(dtype)
+        minima = numbers(n, groups, scale=3, seed=5).to(torch.int8 if has_factors else dtype)
+        second = zeros if offsets == "zeros" else numbers(n, -(-groups // 4), 2).half() if has_factors else None
+        third = minima if offsets in ("minima", "factors") else None
+        described = calls.struct(
+            QUANTIZATION, kind, group, DTYPE_CODES[dtype], offsets == "zeros", third is not None, 0, 4 * has_factors, 0,
+            32 if group % 32 == 0 else 16, *books[kind],
+        )  # fmt: skip
+        layer = calls.struct("ppnnnnp", torch.zeros(65536), None, k, n, DTYPE_CODES[dtype], 0, described)
+        calls.add("linear_pack_quantized", "pppppn", layer, codes, scales, second, third, 1)
+        name = f"groups {kind} {k} {offsets}"
+        out = calls.result(f"{name} unpacked", torch.zeros(n, k, dtype=dtype))
+        calls.add("linear_unpack", "ppn", layer, out, THREADS)
+        x = numbers(29, k, seed=1).to(dtype)
+        for rows in (1, 2, 3, 29):
+            out = calls.result(f"{name} {rows}", torch.zeros(rows, n, dtype=dtype))
+            calls.add("linear", "pppnnn", layer, x[:rows].clone(), out, n, rows, THREADS)
 
 
 def add_block_codes(calls: NativeCalls) -> None:
@@ -335,8 +371,8 @@ def add_step(
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
     for add in (
-        add_linear, add_linear_of_some_rows, add_quantized, add_block_codes, add_experts, add_router, add_attention,
-        add_elementwise, add_rope, add_recurrent,
+        add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes, add_experts,
+        add_router, add_attention, add_elementwise, add_rope, add_recurrent,
     ):  # fmt: skip
         add(calls)
     return calls

@@ -136,7 +136,9 @@ def test_experts_that_move_are_refused_if_those_of_a_rank_differ(model: ModelCon
 
 @pytest.mark.parametrize("kinds", [(rounding, int8), (int4, bfloat16, rounding), (bfloat16, rounding)])
 def test_experts_of_which_some_quantize_their_inputs_are_refused(model: ModelConfig, kinds: tuple[Kind, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"times 8-bit inputs.*; only some quantize their inputs: quantize all"):
+    with pytest.raises(
+        ConfigError, match=r"times 8-bit inputs.*; if inputs are quantized, experts must be alike: leave"
+    ):
         experts_of(model, MixedSource(*kinds))
 
 

@@ -34,11 +34,11 @@ class LoadQuantization:
                 raise ConfigError(f"{name}={value} needs a CPU and bfloat16: set device cpu and dtype bfloat16")
         layers, head, activations = (_BITS_OF[arguments[name]] for name in ROUNDINGS)
         stored = model.quantization
-        if activations and not (layers or head if stored is None else stored.has_integers):
-            weights = "not quantized" if stored is None else "8-bit floats"
+        if activations and not (layers or head or (stored is not None and stored.has_integers)):
+            weights = "not quantized: set quantization" if stored is None else "8-bit floats: use another checkpoint"
             raise ConfigError(
-                f"quantize_activations={INT8} needs weights in integers, and those of {model.path} are {weights}: set "
-                "quantization, or leave it out"
+                f"quantize_activations={INT8} needs weights in integers, and those of {model.path} are {weights}, or "
+                "leave it out"
             )
         return cls(layers, head, activations > 0)
 

@@ -161,6 +161,8 @@ class PackedFormat:
         if weight.quantizes_inputs == "by row":
             return cls(example, _Kind.SUMS, torch.float32)
         kind, shift = _kind_of(weight)
+        if weight.quantizes_inputs and kind in (_Kind.FLOATS, _Kind.TABLE):
+            raise ValueError("inputs are quantized only for weights in integers, whose zeros are integers too")
         if weight.factors is not None:
             if shift:
                 raise ValueError("integers whose scales have factors must fit 8 bits with a sign")

@@ -35,7 +35,9 @@ def check_alike(of_layer: str, weights: Weights, first: ExpertKinds, others: Ite
             if moves:
                 reason = "enable_eplb moves experts of one kind alone: leave it out, or"
             elif any(isinstance(each, QuantizedWeight) and each.quantizes_inputs for each in (one, other)):
-                reason = "only some quantize their inputs:"
+                reason = (
+                    "if inputs are quantized, experts must be alike: leave quantize_activations out if it is set, or"
+                )
             else:
                 continue
             raise ConfigError(

@@ -213,7 +213,7 @@ struct GroupSums {
         }
     };
 
-    // The scales of kLanes columns of a group, and their offsets if there are any.
+    // The scales of kLanes columns of a group, and its zeros or minima if there are any.
     static inline __attribute__((always_inline)) void load_factors(const Quantization& quantization,
                                                                    const QuantizedPanel& panel, const GroupNumbers& group,
                                                                    int64_t at, Vector& scale, Vector& offset) {
@@ -225,7 +225,6 @@ struct GroupSums {
             scale = load_numbers(group.numbers, quantization.number_type, at);
             if (quantization.has_zeros || quantization.has_minima)
                 offset = load_numbers(second, quantization.number_type, at);
-            if (quantization.has_zeros) offset = times(offset, scale);
         }
     }
 
@@ -233,7 +232,6 @@ struct GroupSums {
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<Element>& tile) {
         constexpr int kTogether = kVectors < 2 ? kVectors : 2;
-        const bool has_offsets = quantization.has_zeros || quantization.has_minima;
         const Bytes<kKind, kAddsWords> bytes(quantization);
         Vector all[kCount][kVectors];
 #pragma GCC unroll 8
@@ -294,10 +292,11 @@ struct GroupSums {
                         for (int part = 0; part < kTogether; ++part) {
                             Integers words = some[row][part].words;
                             if (bytes.shift) words += bytes.shift * group[row].sum;
-                            const Vector exact = __builtin_convertvector(words, Vector);
                             Vector& sum = sums[row][part];
+                            Vector exact = __builtin_convertvector(words, Vector);
+                            if (quantization.has_zeros) exact = multiply_add(spread(-group[row].sum), offsets[part], exact);
                             sum = multiply_add(times(scale, scales[part]), exact, sum);
-                            if (has_offsets) sum = multiply_add(scaled_sum, Vector{} - offsets[part], sum);
+                            if (quantization.has_minima) sum = multiply_add(-scaled_sum, offsets[part], sum);
                         }
                     }
                 }
@@ -361,11 +360,10 @@ struct GroupSums {
     // Writes the values of a panel's columns, [columns, k], rounded to bfloat16.
     static void unpack_panel(const Quantization& quantization, const char* weight, uint16_t* out, int64_t columns, int64_t k) {
         const QuantizedPanel panel(quantization, k);
-        const int64_t padded = round_up(k, kUnit);
-        uint16_t* dense = reinterpret_cast<uint16_t*>(dense_panel.reserve(padded * kPanel * 2));
+        uint16_t* dense = reinterpret_cast<uint16_t*>(dense_panel.reserve(round_up(k, kUnit) * kPanel * 2));
         with_kind(quantization, [&](auto kind, auto) {
             constexpr int kForm = kind.value == kFives || kind.value == kSixes ? kFused : kAffine;
-            GroupUnits::dequantise<kind.value, kForm, true>(quantization, panel, weight, {0, padded},
+            GroupUnits::dequantise<kind.value, kForm, true>(quantization, panel, weight, {0, k},
                                                            reinterpret_cast<char*>(dense));
         });
         for (int64_t column = 0; column < columns; ++column)

@@ -80,9 +80,8 @@ class QuantizedSource:
         scales = self._source.read(f"{name}_scale", (rows, groups), (own,))
         zeros = None
         if self._source.has(f"{name}_zero_point"):
-            covering, inner = _covering(own, rows, bits)
-            packed = self._source.read(f"{name}_zero_point", (_words(rows, bits), groups), (covering,))
-            zeros = _unpack(packed.T, bits).T[inner]
+            packed = self._source.read(f"{name}_zero_point", (_words(rows, bits), groups))
+            zeros = _unless_middle(_unpack(packed.T, bits).T[:rows], bits, own)
         return self._grouped(_unpack(words, bits)[:, :inputs], bits, scales, zeros, f"{name}_g_idx", columns)
 
     def _read_gptq(self, name: str, shape: Sequence[int], part: Part) -> torch.Tensor | QuantizedWeight:
@@ -104,14 +103,15 @@ class QuantizedSource:
         codes = _unpack(words, 4, _AWQ_PLACES)[:, inner].T
         return self._grouped(codes, 4, scales, zeros, f"{layer}.g_idx", columns)
 
-    def _read_gptq_scales(self, layer: str, rows: int, own: slice, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_gptq_scales(
+        self, layer: str, rows: int, own: slice, bits: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns scales and zero points, [own rows, groups]. Words of zero points hold rows, [groups, words]."""
         groups = self._source.shape(f"{layer}.scales")[0]
         scales = self._source.read(f"{layer}.scales", (groups, rows), (slice(None), own)).T
-        covering, inner = _covering(own, rows, bits)
-        words = self._source.read(f"{layer}.qzeros", (groups, _words(rows, bits)), (slice(None), covering))
-        zeros = _unpack(words, bits, _AWQ_PLACES if self._config.method == AWQ else None)[:, inner].T
-        return scales, zeros + 1 if self._config.counts_zeros_from_one else zeros
+        words = self._source.read(f"{layer}.qzeros", (groups, _words(rows, bits)))
+        zeros = _unpack(words, bits, _AWQ_PLACES if self._config.method == AWQ else None)[:, :rows].T
+        return scales, _unless_middle(zeros + self._config.counts_zeros_from_one, bits, own)
 
     def _bits(self, name: str, axis: int, inputs: int) -> int:
         """Returns the bits of a number, by the number of words that hold `inputs` of them."""
@@ -141,9 +141,6 @@ class QuantizedSource:
         if group < 1 or -(-inputs // group) != groups:
             raise ValueError(f"it has {groups} scales per row for {inputs} inputs")
         middle = 2 ** (bits - 1)
-        # Without rows (`check_alike`) it counts that they are stored.
-        if zeros is not None and zeros.numel() and bool((zeros == middle).all()):
-            zeros = None
         of_inputs = torch.arange(inputs) // group
         if self._source.has(order):
             stored = self._source.read(order, (inputs,)).long()
@@ -223,6 +220,13 @@ class QuantizedSource:
 def _two(part: Part) -> tuple[slice, slice]:
     """Returns the intervals of a tensor's first two dimensions."""
     return part[0], part[1] if len(part) > 1 else slice(None)
+
+
+def _unless_middle(zeros: torch.Tensor, bits: int, own: slice) -> torch.Tensor | None:
+    """Returns the zero points of some rows, or None if those of all rows are the middle integers: what rows a rank has
+    must not decide in which way a layer computes.
+    """
+    return None if bool((zeros == 2 ** (bits - 1)).all()) else zeros[own]
 
 
 def _words(count: int, bits: int) -> int:
