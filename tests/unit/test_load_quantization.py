@@ -58,7 +58,9 @@ def test_each_flag_rounds_its_layers_and_ranks_change_nothing() -> None:
     # As many bits leave the first word as it is.
     assert found[1][0][0][:1] == found[0][0][0][:1]
     for kind in (2, 4):
-        assert outputs(**kinds[kind], tensor_parallel_size=2, max_num_batched_tokens=16) == found[kind]
+        assert (
+            outputs(**kinds[kind], tensor_parallel_size=2, max_num_batched_tokens=16, check_weights=True) == found[kind]
+        )
 
 
 def test_the_flags_are_those_of_a_cpu_and_bfloat16() -> None:

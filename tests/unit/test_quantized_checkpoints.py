@@ -129,6 +129,31 @@ def edited(name: str, tensor: str, change: Any) -> tuple[Tensors, dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("name", "tensor", "middle", "axis"),
+    [
+        ("packed with zero points", "weight_zero_point", -0x77777778, 0),
+        ("gptq", "qzeros", 0x77777777, 1),  # stored less one
+        ("awq, symmetric", "qzeros", -0x77777778, 1),
+    ],
+)
+def test_all_rows_decide_whether_zero_points_are_the_middle_integers(
+    name: str, tensor: str, middle: int, axis: int, tmp_path: Path
+) -> None:
+    """Sums of rounded inputs with zero points have other bits than without."""
+
+    def change(words: torch.Tensor) -> torch.Tensor:
+        words = torch.full_like(words, middle)
+        words.select(axis, -1)[...] += other
+        return words
+
+    for other in (0, 1):
+        tensors, config = edited(name, tensor, change)
+        for weight in read(tmp_path, tensors, config, ALL, (slice(0, 4),), (slice(0, 0),)):
+            assert isinstance(weight, QuantizedWeight)
+            assert (weight.zeros is not None) == bool(other)
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "change", "message"),
     [
         ("packed", "weight_packed", lambda words: words[:, :7], "7 words for 96 inputs"),
