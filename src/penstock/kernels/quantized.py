@@ -127,7 +127,7 @@ class QuantizedWeight:
     @property
     def has_integers(self) -> bool:
         """Whether inputs can be rounded by groups: codes are integers of a byte, or of 4 bits and halves up to 8, and
-        there are no zeros beside minima.
+        there are no zeros beside minima or for halves.
         """
         steps, most = self.codebook - self.shift, 128
         counts_up = torch.equal(self.codebook, integers(self.bits) + self.codebook[0])
@@ -136,7 +136,7 @@ class QuantizedWeight:
             steps, most = 2 * self.codebook, 16
         elif self.bits == 4:
             most = 64
-        has_one_offset = self.minima is None or (self.zeros is None and not self.shift)
+        has_one_offset = is_alone or (self.zeros is None and not self.shift) or (self.minima is None and most > 16)
         is_inside = steps.isfinite().all() and -most <= steps.min() and steps.max() < most
         return bool(has_one_offset and is_inside and torch.equal(steps, steps.round()))
 

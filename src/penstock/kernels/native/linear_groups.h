@@ -228,10 +228,11 @@ struct GroupSums {
         }
     }
 
-    template <int kCount, int kKind, bool kAddsWords>
+    template <int kCount, int kKind, bool kAddsWords, bool kHasZeros>
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<Element>& tile) {
         constexpr int kTogether = kVectors < 2 ? kVectors : 2;
+        const bool has_minima = !kHasZeros && quantization.has_minima;
         const Bytes<kKind, kAddsWords> bytes(quantization);
         Vector all[kCount][kVectors];
 #pragma GCC unroll 8
@@ -292,11 +293,12 @@ struct GroupSums {
                         for (int part = 0; part < kTogether; ++part) {
                             Integers words = some[row][part].words;
                             if (bytes.shift) words += bytes.shift * group[row].sum;
-                            Vector& sum = sums[row][part];
                             Vector exact = __builtin_convertvector(words, Vector);
-                            if (quantization.has_zeros) exact = multiply_add(spread(-group[row].sum), offsets[part], exact);
+                            if constexpr (kHasZeros)
+                                exact = multiply_add(spread(group[row].sum), Vector{} - offsets[part], exact);
+                            Vector& sum = sums[row][part];
                             sum = multiply_add(times(scale, scales[part]), exact, sum);
-                            if (quantization.has_minima) sum = multiply_add(-scaled_sum, offsets[part], sum);
+                            if (has_minima) sum = multiply_add(scaled_sum, Vector{} - offsets[part], sum);
                         }
                     }
                 }
@@ -324,14 +326,17 @@ struct GroupSums {
         Wide::store_row(wide, row, sums, bias);
     }
 
-    template <int kCount, int kKind>
+    template <int kCount, int kKind, bool kHasZeros = false>
     static void run(const Quantization& quantization, const QuantizedPanel& panel, const Tile<Element>& tile) {
+        if constexpr (!kHasZeros && (kKind == kFours || kKind == kIntegers))
+            if (quantization.has_zeros) return run<kCount, kKind, true>(quantization, panel, tile);
         if constexpr (kCount > 1)
-            if (tile.rows < kCount) return run<kCount - 1, kKind>(quantization, panel, tile);
+            if (tile.rows < kCount) return run<kCount - 1, kKind, kHasZeros>(quantization, panel, tile);
 #if defined(__AVX2__)
-        if (!IntegerSums::multiplies_bytes()) return accumulate<kCount, kKind, false>(quantization, panel, tile);
+        if (!IntegerSums::multiplies_bytes())
+            return accumulate<kCount, kKind, false, kHasZeros>(quantization, panel, tile);
 #endif
-        accumulate<kCount, kKind, true>(quantization, panel, tile);
+        accumulate<kCount, kKind, true, kHasZeros>(quantization, panel, tile);
     }
 
     static int64_t panels_together(const Blocks<GroupSums>&, const Quantization&) { return 1; }
