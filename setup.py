@@ -85,6 +85,9 @@ def find_compiler() -> str | None:
 
 
 def compile_native(compiler: str, target: Path, machine: str = platform.machine()) -> None:
+    """Does nothing if the target has been made of the same sources, as when an installation gets extras."""
+    if target.is_file() and digest_sources().encode() in target.read_bytes():
+        return
     sets = INSTRUCTION_SETS.get(machine, {"generic": []})
     shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp", NATIVE / "ranks.cpp"]
     sources = sorted(set(NATIVE.glob("*.cpp")) - set(shared))
@@ -106,7 +109,7 @@ def digest_sources() -> str:
     """The digest of everything but the processor that the bits of a result depend on."""
     files = sorted([*NATIVE.glob("*.cpp"), *NATIVE.glob("*.h")])
     parts = [part for file in files for part in (file.name.encode(), file.read_bytes())]
-    return hashlib.sha256(b"\0".join([*parts, *(option.encode() for option in COMMON)])).hexdigest()
+    return hashlib.sha256(b"\0".join([*parts, repr((COMMON, INSTRUCTION_SETS)).encode()])).hexdigest()
 
 
 def run(command: list[str]) -> None:

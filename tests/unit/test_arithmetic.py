@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,8 @@ def test_another_rotation_gives_native_kernels_another_name(monkeypatch: pytest.
 def test_sources_are_digested_with_the_options_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    digest_sources = runpy.run_path(str(root / "setup.py"))["digest_sources"]
+    made = runpy.run_path(str(root / "setup.py"))
+    digest_sources, compile_native = made["digest_sources"], made["compile_native"]
     folder = Path("src/penstock/kernels/native")
     shutil.copytree(root / folder, tmp_path / folder)
     monkeypatch.chdir(tmp_path)
@@ -90,7 +92,15 @@ def test_sources_are_digested_with_the_options_of_the_compiler(tmp_path: Path, m
         names.append(digest_sources())
     digest_sources.__globals__["COMMON"].append("-ffast-math")
     names.append(digest_sources())
-    assert len(set(names)) == 4, names
+    digest_sources.__globals__["INSTRUCTION_SETS"]["x86_64"]["avx2"].append("-mxop")
+    names.append(digest_sources())
+    assert len(set(names)) == 5, names
+    # What is made of other sources is compiled again, and nothing else is.
+    for name in names:
+        target = tmp_path / "library.so"
+        target.write_bytes(b"\0" + name.encode() + b"\0")
+        with nullcontext() if name == names[-1] else pytest.raises(FileNotFoundError):
+            compile_native("no-compiler", target)
 
 
 def gpu_name(backend: str = "auto", *, deterministic: bool = False) -> str:
