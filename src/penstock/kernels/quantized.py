@@ -332,18 +332,15 @@ def sum_groups(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     padded = torch.nn.functional.pad(x, (0, -inputs % size))
     rounded, scales = quantize_rows(padded.reshape(-1, size))
     integers, scales = rounded.view(rows, -1, size).double(), scales.view(rows, -1, 1)
-    codes = (weight.codebook - weight.shift)[weight.codes.int()].double()
-    zeros = None if weight.zeros is None else weight.zeros.double() - weight.shift
-    if weight.zeros is None and weight.shift:
-        zeros = torch.full(weight.scales.shape, -float(weight.shift), dtype=torch.float64)
+    codes = weight.codebook[weight.codes.int()].double()
     sums = torch.zeros(rows, len(codes))
     for number in range(padded.shape[1] // size):
         some, scale, group = integers[:, number], scales[:, number], number * size // weight.group
         own = codes[:, number * size : (number + 1) * size]
         total = some.sum(1, keepdim=True)
         exact = some[:, : own.shape[1]] @ own.T
-        if zeros is not None:
-            exact -= total * zeros[:, group]
+        if weight.zeros is not None:
+            exact -= total * weight.zeros[:, group].double()
         sums = ((scale * weight.scales[:, group].float()).double() * exact.float().double() + sums).float()
         if weight.minima is not None:
             sums = (sums - (scale * total.float()).double() * weight.minima[:, group].double()).float()
