@@ -33,10 +33,10 @@ class LoadsEverything(NullSchedulerConnector):
     def update_state_after_alloc(self, *_: Any) -> None: ...
 
 
-def make(max_num_seqs: int, transfer: KVTransfer | None = None) -> Scheduler:
+def make(max_num_seqs: int, transfer: KVTransfer | None = None, enable_prefix_caching: bool = True) -> Scheduler:
     group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
     config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=max_num_seqs, max_model_len=64)
-    kv = KVCacheManager(KVCacheConfig(2000, BLOCK_SIZE, (group,)), enable_prefix_caching=True)
+    kv = KVCacheManager(KVCacheConfig(2000, BLOCK_SIZE, (group,)), enable_prefix_caching)
     return Scheduler(config, kv, None, *([transfer] if transfer else []))
 
 
@@ -145,3 +145,13 @@ def test_requests_that_were_pending_for_too_long_are_admitted(
         scheduler.schedule()
     assert scheduler.stats().num_waiting == 0
     assert scheduler.stats().remote_kv.num_timeouts == 299
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_blocks_are_hashed_only_for_the_prefix_cache(
+    enable_prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    monkeypatch.setattr("penstock.core.request.extend_chain", lambda *_: hashed.append(1))
+    add(make(4, enable_prefix_caching=enable_prefix_caching), 3)
+    assert len(hashed) == (3 if enable_prefix_caching else 0)

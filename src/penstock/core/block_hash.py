@@ -26,7 +26,8 @@ def extend_chain(
 ) -> None:
     """Appends the hashes of the blocks of `tokens` that `chain` does not have yet."""
     parent = chain[-1] if chain else root
-    length = block_size + num_tokens_ahead
-    for start in range(len(chain) * block_size, len(tokens) - length + 1, block_size):
-        parent = hashlib.sha256(parent + array("q", tokens[start : start + length]).tobytes()).digest()
+    words = array("q", tokens[len(chain) * block_size :])
+    packed, length = words.tobytes(), (block_size + num_tokens_ahead) * words.itemsize
+    for start in range(0, len(packed) - length + 1, block_size * words.itemsize):
+        parent = hashlib.sha256(parent + packed[start : start + length]).digest()
         chain.append(parent)
