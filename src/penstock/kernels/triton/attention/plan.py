@@ -153,7 +153,7 @@ _NARROW = _Tuning(  # 16 bits, up to 128 wide
     decode=(
         _Choice(8, 1024, split=64, keys=64, warps=4, stages=2),
         _Choice(8, 8192, split=128, keys=32, warps=1, stages=3),
-        _Choice(_ANY, _ANY, split=512, keys=32, warps=1, stages=3),
+        _Choice(_ANY, _ANY, split=512, keys=16, warps=1, stages=3),
     ),
     deterministic=_Choice(_ANY, _ANY, split=128, keys=16, warps=1, stages=4),
 )

@@ -4,8 +4,8 @@ A tile of a product is `rows` of the weight by `tokens` of the input, processed 
 divided into `split` parts whose sums are added by the program that finishes last. `stages` is the number of steps that
 are loaded at a time.
 
-The values were measured on an H200 with a prototype of these kernels and the shapes of Qwen3-0.6B and 8B in bfloat16;
-those marked with * are unmeasured guesses.
+The values were measured on an H200 with `bench/gpu_tune.py` and the shapes of Qwen3-0.6B and 8B in bfloat16; those
+marked with * are unmeasured guesses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 MAX_TOKENS = 64
 BUCKETS = (1, 16, 32, 64)  # the numbers of tokens that tiles are chosen for: the smallest that fits the batch
 
-_LARGE = 24 << 20  # bytes of a weight from which it is read once rather than by two tiles of tokens *
+_LARGE = 24 << 20  # bytes of a weight from which it is read once rather than by two tiles of 32 tokens *
 _LONG = 4096  # elements of a row that exceed what one token's tile holds at once
 
 
@@ -48,36 +48,57 @@ class Tile:
 
 # One token, without tensor cores. Two stages if a program has its processor to itself.
 _GEMV = {
-    Role.QKV: Tile(8, 1, 1024, 8, stages=2),
-    Role.OUT: Tile(4, 1, 1024, 4, stages=2),
-    Role.GATE_UP: Tile(8, 1, 1024, 8, stages=2),
-    Role.DOWN: Tile(8, 1, 1024, 8, stages=2),
-    Role.HEAD: Tile(16, 1, 1024, 8),
+    Role.QKV: Tile(8, 1, 1024, 4, stages=2),
+    Role.OUT: Tile(4, 1, 2048, 4, stages=2),
+    Role.GATE_UP: Tile(8, 1, 1024, 4, stages=2),
+    Role.DOWN: Tile(8, 1, 2048, 8, stages=2),
+    Role.HEAD: Tile(8, 1, 512, 4),
 }
 # Smaller steps for long rows, so that two programs share a processor and the end of one overlaps the other's reads.
+# Products that end in a residual are 4 % faster with half the rows, but the next one then reads more sums of squares.
 _GEMV_LONG = {
-    **_GEMV,
-    Role.QKV: Tile(16, 1, 512, 4),
-    Role.GATE_UP: Tile(8, 1, 512, 8),  # *
-    Role.HEAD: Tile(16, 1, 512, 8),  # *
+    Role.QKV: Tile(16, 1, 512, 4, stages=2),
+    Role.OUT: Tile(4, 1, 512, 4, stages=2),
+    Role.GATE_UP: Tile(8, 1, 512, 2),
+    Role.DOWN: Tile(8, 1, 512, 8, stages=2),
+    Role.HEAD: Tile(16, 1, 512, 2),
 }
 
 # Up to 16 tokens: one tile of tokens, the narrowest that tensor cores have for weights on their long side.
 _GEMM_16 = {
-    Role.QKV: Tile(64, 16, 128, 4, stages=6),
+    Role.QKV: Tile(64, 16, 128, 4, stages=6, early=False),
+    Role.OUT: Tile(64, 16, 128, 4, stages=6, split=4, early=False),
+    Role.GATE_UP: Tile(64, 16, 128, 4, stages=5, early=False),
+    Role.DOWN: Tile(64, 16, 128, 4, stages=6, split=4, early=False),
+    Role.HEAD: Tile(64, 16, 128, 4, stages=3, early=False),
+}
+_GEMM_16_LARGE = {
+    **_GEMM_16,
     Role.OUT: Tile(64, 16, 128, 4, stages=4, split=4),
-    Role.GATE_UP: Tile(64, 16, 128, 4, stages=4),
     Role.DOWN: Tile(64, 16, 128, 4, stages=4, split=4),
-    Role.HEAD: Tile(64, 16, 128, 4, stages=3),
 }
 # Up to 64: two tiles of 32 tokens beat one of 64 for small weights, because twice as many programs read them.
 _GEMM_64 = {
-    Role.QKV: Tile(64, 32, 128, 4, stages=6),
-    Role.OUT: Tile(64, 32, 128, 4, stages=6),
-    Role.GATE_UP: Tile(64, 32, 128, 4, stages=4),  # *
-    Role.DOWN: Tile(64, 32, 128, 4, stages=6),
-    Role.HEAD: Tile(64, 64, 128, 4, stages=4),  # *
+    Role.QKV: Tile(64, 32, 128, 4, stages=6, early=False),
+    Role.OUT: Tile(64, 32, 128, 4, stages=6, split=4, early=False),
+    Role.GATE_UP: Tile(64, 32, 128, 4, stages=5, early=False),
+    Role.DOWN: Tile(64, 32, 128, 4, stages=6, split=4, early=False),
+    Role.HEAD: Tile(64, 32, 128, 4, stages=3, early=False),
 }
+_GEMM_32_LARGE = {
+    **_GEMM_64,
+    Role.OUT: Tile(64, 32, 128, 4, stages=6),  # *
+    Role.DOWN: Tile(64, 32, 128, 4, stages=6),  # *
+}
+_GEMM_64_LARGE = {
+    Role.QKV: Tile(64, 64, 128, 4, stages=5, early=False),
+    Role.OUT: Tile(64, 64, 128, 4, stages=6, early=False),
+    Role.GATE_UP: Tile(64, 64, 64, 4, stages=3, early=False),
+    Role.DOWN: Tile(64, 64, 128, 4, stages=4, split=2, early=False),
+    Role.HEAD: Tile(128, 64, 128, 4, stages=4, early=False),
+}
+# By bucket: the tiles of most weights, and of large ones.
+_GEMM = {16: (_GEMM_16, _GEMM_16_LARGE), 32: (_GEMM_64, _GEMM_32_LARGE), 64: (_GEMM_64, _GEMM_64_LARGE)}
 
 # Used by every product of `matmul`, of any size. *
 MATMUL = Tile(128, 64, 64, 4, stages=4)
@@ -91,12 +112,7 @@ def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Ti
     if bucket == 1:
         tile = (_GEMV_LONG if k >= _LONG else _GEMV)[role]
         return replace(tile, depth=min(tile.depth, triton.next_power_of_2(k)))
-    tile = (_GEMM_16 if bucket == 16 else _GEMM_64)[role]
-    if bucket == 64 and n * k * itemsize > _LARGE:
-        # Shared memory holds three steps of two tiles of a weight, or four of one.
-        tile = replace(tile, tokens=64, stages=3 if role is Role.GATE_UP else 4)
-    tile = replace(tile, tokens=min(tile.tokens, bucket))
-    tile = _fit(tile, k, itemsize)
+    tile = _fit(_GEMM[bucket][n * k * itemsize > _LARGE][role], k, itemsize)
     # Parts of a split have equal length, and are long enough that adding them takes less time than the product.
     steps = triton.cdiv(k, tile.depth)
     return tile if steps % tile.split == 0 and steps >= 4 * tile.split else replace(tile, split=1)
