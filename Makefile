@@ -8,8 +8,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Where PYTHONDONTWRITEBYTECODE is set, every process of every test would compile the package's modules again, and pytest
+# would rewrite the assertions of all tests each time: half of the time in which they are collected.
+export PYTHONDONTWRITEBYTECODE :=
 # Neighbours share a worker, and so the engines of their module, until one has nothing left to do.
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
+
+# Of the few tests that run alone and of the long ones, the files: importing all of the others takes a minute.
+ALONE = $(sort $(shell grep -rl --include='test_*.py' 'mark.alone' tests))
+LONG = $(sort $(shell grep -rlE --include='test_*.py' 'mark.(long|spread)' tests))
 
 .PHONY: demo test test-long test-all test-gpu wheel lint format clean
 
@@ -32,11 +39,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(PYTEST_PARALLEL) -m "not alone and not long and not exhaustive"
-	$(PYTEST) -m "alone and not long and not exhaustive"
+	$(PYTEST) -m "alone and not long and not exhaustive" $(ALONE)
 
 test-long: $(VENV)/.installed-dev
-	$(PYTEST_PARALLEL) -m "long and not alone and not exhaustive"
-	$(PYTEST) -m "long and alone and not exhaustive"
+	$(PYTEST_PARALLEL) -m "long and not alone and not exhaustive" $(LONG)
+	$(PYTEST) -m "long and alone and not exhaustive" $(ALONE)
 
 # Files whose engines are in the test's own process, with workers in others; tests marked `uniproc` are skipped.
 WITH_WORKER_PROCESS := $(patsubst %,tests/integration/test_%.py,disaggregation identity_matrix identity_speculation \
@@ -45,7 +52,7 @@ WITH_WORKER_PROCESS := $(patsubst %,tests/integration/test_%.py,disaggregation i
 test-all: $(VENV)/.installed-dev
 	$(PYTEST_PARALLEL) -m "not alone"
 	$(PYTEST_PARALLEL) -m "not alone and not exhaustive" --executor mp $(WITH_WORKER_PROCESS)
-	$(PYTEST) -m alone
+	$(PYTEST) -m alone $(ALONE)
 
 test-gpu: $(VENV)/.installed-dev
 	$(PYTEST) -m gpu
