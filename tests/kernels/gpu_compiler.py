@@ -2,11 +2,14 @@
 
     cost = compile_for_gpu("penstock.kernels.triton.rms_norm", "_rms_norm", {"x": "*bf16", "rows": "i32"}, {"H": 1024})
 
-It runs in a separate process: where TRITON_INTERPRET is set, kernels are functions without anything to compile.
+It runs in a separate process: where TRITON_INTERPRET is set, kernels are functions without anything to compile. One
+process serves all calls, as importing torch and Triton takes longer than compiling most kernels.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import os
@@ -14,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,11 +40,41 @@ def compile_for_gpu(
     """Compiles for an NVIDIA H100 or H200. `signature` has Triton's type names of all parameters but `constexprs`;
     pointers and integers count as divisible by 16 where their type ends in ":16". `options`: num_warps, ..."""
     job = json.dumps([module, kernel, dict(signature), dict(constexprs), options])
+    process = _start_compiler()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(job + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        _start_compiler.cache_clear()
+    assert line, f"the compiler ended with code {process.wait()}"
+    answer = json.loads(line)
+    assert "error" not in answer, answer["error"][-4000:]
+    return KernelCost(**answer)
+
+
+@functools.cache
+def _start_compiler() -> subprocess.Popen[str]:
+    """Returns the process of `_serve`, which ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", __spec__.name, job]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return KernelCost(**json.loads(done.stdout.splitlines()[-1]))
+    command = [sys.executable, "-m", __spec__.name]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.communicate)  # closes its input and waits for it
+    return process
+
+
+def _serve() -> None:
+    """Compiles a job for each line of the standard input, and writes a line for each."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    for job in sys.stdin:
+        try:
+            answer = asdict(_compile(*json.loads(job)))
+        except Exception:  # noqa: BLE001 - the test that asked for it reports it
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 def _compile(
@@ -70,4 +104,4 @@ def _compile(
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(_compile(*json.loads(sys.argv[1])))))
+    _serve()
