@@ -19,7 +19,7 @@ import transformers
 from penstock import LLM, SamplingParams
 from penstock.config.model_path import resolve_model_path
 from penstock.messages.stats import SchedulerStats
-from tests.grids import grid
+from tests.grids import exhaustive, grid
 from tests.integration.checkpoints import (
     COMMON,
     make_checkpoint,
@@ -172,19 +172,19 @@ ALWAYS = {
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
-def cells(*parameters: Sequence[str]) -> list[Any]:
-    """Returns a grid that covers every value, with the cells of ALWAYS."""
-
-    def marked(each: Any) -> Any:
+def cells(names: Sequence[str], others: Sequence[str]) -> list[Any]:
+    """Returns a grid that covers every value, with the cells of ALWAYS. `make test-long` adds a third of the others, in
+    each row and in each column, and `make test-all` the rest, which for VARIANTS is all others.
+    """
+    made = []
+    for place, each in enumerate(grid(names, others, strength=1, others=pytest.mark.long)):
+        row, column = divmod(place, len(others))
         if each.values in ALWAYS:
-            return pytest.param(*each.values)
-        return (
-            pytest.param(*each.values, marks=pytest.mark.exhaustive)
-            if each.values[0] in VARIANTS and each.marks
-            else each
-        )
-
-    return list(map(marked, grid(*parameters, strength=1, others=pytest.mark.long)))
+            each = pytest.param(*each.values)
+        elif each.marks and (each.values[0] in VARIANTS or (row + column) % 3):
+            each = exhaustive(*each.values)
+        made.append(each)
+    return made
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:

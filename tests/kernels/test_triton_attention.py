@@ -22,6 +22,7 @@ from penstock.kernels.triton.attention.plan import (
 )
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.utils.errors import ConfigError
+from tests.grids import graded_grid, grid
 from tests.kernels.triton_attention_cases import DEVICE, Batch, Part, Sequence
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
@@ -71,14 +72,12 @@ def split_of(case: Batch, plan: AttentionPlan, split: int) -> AttentionPlan:
 
 
 class TestPrefill:
-    @pytest.mark.parametrize("window", [0, 37])
-    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    @pytest.mark.parametrize(("head_dim", "window"), grid(HEAD_DIMS, (0, 37), strength=1))
     def test_head_sizes(self, head_dim: int, window: int) -> None:
         case = batch(MIXED[:4], head_dim=head_dim, window=window, heads=(2, 1))
         check(case, case.plan(case.planner()))
 
-    @pytest.mark.parametrize("window", [0, 64])
-    @pytest.mark.parametrize("block_size", BLOCK_SIZES)
+    @pytest.mark.parametrize(("block_size", "window"), grid(BLOCK_SIZES, (0, 64), strength=1))
     def test_block_sizes(self, block_size: int, window: int) -> None:
         case = batch(((3, 150), (70, 75)), block_size=block_size, window=window, heads=(2, 1))
         plan = case.plan(case.planner(capabilities=Capabilities(tma=True)))
@@ -91,8 +90,7 @@ class TestPrefill:
         case = batch(MIXED[1:5], heads=heads, window=50)
         check(case, case.plan(case.planner()))
 
-    @pytest.mark.parametrize("window", [0, 37])
-    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize(("deterministic", "window"), grid((False, True), (0, 37), strength=1))
     def test_float32(self, deterministic: bool, window: int) -> None:
         case = batch(((1, 100), (20, 127), (33, 0)), torch.float32, window=window)
         check(case, case.plan(case.planner(deterministic=deterministic)))
@@ -111,15 +109,12 @@ class TestPrefill:
 
 
 class TestDecode:
-    @pytest.mark.parametrize("window", [0, 37])
-    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    @pytest.mark.parametrize(("head_dim", "window"), grid(HEAD_DIMS, (0, 37), strength=1))
     def test_head_sizes(self, head_dim: int, window: int) -> None:
         case = batch(FEW[:5], head_dim=head_dim, window=window, heads=(2, 1))
         check(case, split_of(case, case.plan(case.planner()), 64))
 
-    @pytest.mark.parametrize("window", [0, 100])
-    @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-    @pytest.mark.parametrize("use_tma", [False, True])
+    @pytest.mark.parametrize(("block_size", "window", "use_tma"), graded_grid(BLOCK_SIZES, (0, 100), (False, True)))
     def test_block_sizes(self, block_size: int, window: int, use_tma: bool) -> None:
         case = batch(((3, 150), (8, 250)), block_size=block_size, window=window, heads=(2, 1))
         plan = split_of(case, case.plan(case.planner()), 128)
@@ -136,7 +131,7 @@ class TestDecode:
         case = batch(FEW, torch.float32)
         check(case, split_of(case, case.plan(case.planner(deterministic=deterministic)), 64))
 
-    @pytest.mark.parametrize("window", [0, 100])
+    @pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.long), 100])
     def test_the_merging_program_changes_no_bit(self, window: int) -> None:
         case = batch(FEW, window=window, padding=(1, 0))
         outs = []
@@ -159,9 +154,7 @@ class TestDecode:
         assert torch.equal(case.run(replace(plan, tile=replace(plan.tile, max_splits=7))), case.run(plan))
 
 
-@pytest.mark.parametrize("window", [0, 37, 128])
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("window", "softcap", "deterministic"), graded_grid((0, 37, 128), (0.0, 1.5), (False, True)))
 class TestSoftCapsAndSinks:
     def test_prefill(self, window: int, softcap: float, deterministic: bool) -> None:
         case = batch(((1, 100), (20, 127), (33, 0)), torch.float32, window=window).with_sinks(softcap)
@@ -179,16 +172,19 @@ class TestSoftCapsAndSinks:
 class TestLatents:
     """One KV head, whose last dimensions are the values. Up to 16 heads are in a tile: 20 heads are two tiles."""
 
-    @pytest.mark.parametrize("heads", [1, 5, 16, 20, 17])
-    @pytest.mark.parametrize("count", [1, 3, 30], ids=["decode", "verification", "prefill"])
+    @pytest.mark.parametrize(
+        ("heads", "count"), grid((1, 5, 16, 20, 17), (1, 3, 30), strength=1, others=pytest.mark.long)
+    )
     def test_heads(self, heads: int, count: int) -> None:
         case = batch(((count, 70), (1, 0)), heads=(heads, 1), head_dim=40, latent_value_dim=32)
         check(case, case.plan(case.planner()))
 
-    @pytest.mark.parametrize(("head_dim", "value_dim"), [(576, 512), (96, 80), (48, 16)])
-    @pytest.mark.parametrize("dtype", TOLERANCE)
-    @pytest.mark.parametrize("deterministic", [False, True])
-    def test_sizes(self, head_dim: int, value_dim: int, dtype: torch.dtype, deterministic: bool) -> None:
+    @pytest.mark.parametrize(
+        ("sizes", "dtype", "deterministic"),
+        graded_grid(((576, 512), (96, 80), (48, 16)), list(TOLERANCE), (False, True)),
+    )
+    def test_sizes(self, sizes: tuple[int, int], dtype: torch.dtype, deterministic: bool) -> None:
+        head_dim, value_dim = sizes
         options = {"heads": (4, 1), "head_dim": head_dim, "latent_value_dim": value_dim}
         prefill = batch(((11, 60), (0, 0), (1, 40)), dtype, padding=(1, 3), **options)
         check(prefill, prefill.plan(prefill.planner(deterministic=deterministic)))
@@ -215,6 +211,7 @@ class TestLatents:
         assert plan.workspace.counters.numel() == 3 * plan.tile.row_tiles * 4
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_random_batches(seed: int) -> None:
     rng = random.Random(seed)
@@ -291,17 +288,18 @@ class TestFused:
             row += count
         return positions.to(DEVICE), slots.to(DEVICE)
 
-    @pytest.mark.parametrize("norm", [False, True])
-    @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 80), (128, 32), (128, 128), (256, 256)])
-    def test_head_sizes(self, head_dim: int, rotary_dim: int, norm: bool) -> None:
+    @pytest.mark.parametrize(
+        ("sizes", "norm"), grid(((80, 80), (128, 32), (128, 128), (256, 256)), (False, True), strength=1)
+    )
+    def test_head_sizes(self, sizes: tuple[int, int], norm: bool) -> None:
+        head_dim, rotary_dim = sizes
         self.run(((1, 60), (4, 126)), heads=(2, 1), head_dim=head_dim, rotary_dim=rotary_dim, norm=norm)
 
     @pytest.mark.parametrize("heads", HEADS)
     def test_grouped_heads(self, heads: tuple[int, int]) -> None:
         self.run(((3, 61), (8, 0)), heads=heads)
 
-    @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-    @pytest.mark.parametrize("window", [0, 40])
+    @pytest.mark.parametrize(("block_size", "window"), grid(BLOCK_SIZES, (0, 40), strength=1))
     def test_new_tokens_across_the_edges_of_blocks_and_splits(self, block_size: int, window: int) -> None:
         self.run(((5, 125), (4, 14), (1, 127), (1, 128), (1, 0)), block_size=block_size, window=window, keys=16)
 
@@ -331,7 +329,9 @@ class TestFused:
 class TestDeterministic:
     """A row has one result under every plan. The interpreter covers tiles, splits and their order, but no layouts."""
 
-    @pytest.fixture(params=[(64, 0, 0), (80, 50, 0), (72, 0, 64)])
+    SHAPES = ((64, 0, 0), (80, 50, 0), (72, 0, 64))
+
+    @pytest.fixture
     def sequence(self, request: pytest.FixtureRequest) -> tuple[Sequence, int]:
         head_dim, window, latent_value_dim = request.param
         heads = (2, 1) if latent_value_dim else (4, 2)
@@ -344,7 +344,11 @@ class TestDeterministic:
         case = case.with_sinks(1.5) if has_sinks else case
         return case.run(case.plan(case.planner(deterministic=True)))
 
-    @pytest.mark.parametrize("has_sinks", [False, True])
+    @pytest.mark.parametrize(
+        ("sequence", "has_sinks"),
+        grid(SHAPES, (False, True), strength=1, others=pytest.mark.long),
+        indirect=["sequence"],
+    )
     def test_in_prefill_chunks_decode_verification_or_a_batch(
         self, sequence: tuple[Sequence, int], has_sinks: bool
     ) -> None:
@@ -358,6 +362,8 @@ class TestDeterministic:
         batched = run([Part(other, 136, 140), Part(own, 255, 260), Part(other, 3, 4)])
         assert torch.equal(batched[4:9], whole[5:10])
 
+    @pytest.mark.spread(1)
+    @pytest.mark.parametrize("sequence", SHAPES, indirect=True)
     def test_block_ids_do_not_matter(self, sequence: tuple[Sequence, int]) -> None:
         own, window = sequence
         outs = [self.run([Part(own, 280, 290)], window, size, seed) for size, seed in ((16, 0), (16, 1), (64, 0))]
