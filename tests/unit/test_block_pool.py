@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from penstock.core.block_pool import BlockPool, BlockState
@@ -154,3 +156,28 @@ def test_states_are_blocks_of_another_kind() -> None:
     assert pool.clear_cache()
     assert pool.find((1, b"a")) is None
     pool.check_integrity([])
+
+
+DAMAGE: dict[str, tuple[Callable[[BlockPool], object], str]] = {
+    "a pin of a free block": (lambda pool: setattr(pool._blocks[7], "num_pins", 1), "block 7: owners, pins, writers"),
+    "an owner too many": (lambda pool: setattr(pool._blocks[1], "num_owners", 2), "block 1: owners, pins, writers"),
+    "a lost block": (lambda pool: pool._kv.free.remove(7), "a block is lost"),
+    "a block that is free twice": (lambda pool: pool._kv.free.append(7), "a block is free twice"),
+    "an owned block that is free": (lambda pool: pool._kv.free.append(1), "free, but with an owner"),
+    "the null block": (lambda pool: pool._kv.free.append(0), "free, but with an owner"),
+    "content of a free block": (lambda pool: setattr(pool._blocks[7], "key", (0, b"k")), "block 7"),
+    "an owned block that is evicted next": (lambda pool: pool._kv.evictable.update({1: None}), "block 1"),
+    "an entry without its block": (lambda pool: pool._cached.update({(0, b"k"): {7: None}}), "1, 0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_check_finds_damage(damage: str) -> None:
+    pool = BlockPool(10)
+    table = pool.allocate(2)
+    assert table == [1, 2]
+    pool.check_integrity([table])
+    harm, message = DAMAGE[damage]
+    harm(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity([table])

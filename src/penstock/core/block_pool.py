@@ -19,6 +19,7 @@ blocks, for their states: the same rules apply to them, and only allocation and 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -301,37 +302,36 @@ class BlockPool:
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Recomputes every count from the block tables of all requests and from the pins; asserts that all agree."""
-        owners = [0] * len(self._blocks)
-        for table in tables:
-            for block_id in table:
-                owners[block_id] += block_id != NULL_BLOCK
-        pins = [0] * len(self._blocks)
-        writers = [0] * len(self._blocks)
+        owners = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
+        pins = Counter(block_id for ids in self._fences.values() for block_id in ids)
+        writers: Counter[int] = Counter()
         for transfer_id, pinned in self._pinned.items():
             for block_id, generation in pinned.blocks:
                 was_kept = self._blocks[block_id].generation == generation
                 assert was_kept, f"block {block_id} was reallocated while {transfer_id} pinned it"
                 pins[block_id] += 1
                 writers[block_id] += pinned.writes
-        for ids in self._fences.values():
-            for block_id in ids:
-                pins[block_id] += 1
         free = {*self._kv.free, *self._states.free}
         assert len(free) == len(self._kv.free) + len(self._states.free), "a block is free twice"
-        assert all(map(self._is_state, self._states.free)) and not any(map(self._is_state, self._kv.free)), (
-            "mixed kinds"
-        )
-        for block_id, block in enumerate(self._blocks):
+        first = self._first_state
+        assert max(self._kv.free, default=0) < first <= min(self._states.free, default=first), "mixed kinds"
+        # Most blocks of a large pool are free: what follows for each block must be cheap.
+        has_counts = [each.num_owners or each.num_pins or each.num_writers for each in self._blocks]
+        with_key = {block_id for block_id, each in enumerate(self._blocks) if each.key is not None}
+        marked = {*itertools.compress(itertools.count(), has_counts), *with_key, *owners, *pins}
+        marked.update(self._kv.evictable, self._states.evictable)
+        for block_id in marked:
+            block = self._blocks[block_id]
             found = (block.num_owners, block.num_pins, block.num_writers)
             expected = (owners[block_id], pins[block_id], writers[block_id])
             assert found == expected, f"block {block_id}: owners, pins, writers {found}, expected {expected}"
-            is_available = block_id != NULL_BLOCK and not owners[block_id] and not pins[block_id]
-            is_empty = block.key is None
-            assert (block_id in free) == (is_available and is_empty), f"block {block_id}: {block}"
             is_evictable = block_id in self._kind(block_id).evictable
-            assert is_evictable == (is_available and not is_empty), f"block {block_id}: {block}"
+            is_available = block_id != NULL_BLOCK and not owners[block_id] and not pins[block_id]
+            assert is_evictable == (is_available and block.key is not None), f"block {block_id}: {block}"
             if block.key is not None:
                 assert block_id in self._cached.get(block.key, {}), f"block {block_id} lost its entry"
+        marked.add(NULL_BLOCK)
+        assert free.isdisjoint(marked), f"free, but with an owner, a pin or content: {free & marked}"
+        assert len(free) + len(marked) == len(self._blocks), "a block is lost, which is neither free nor in use"
         num_entries = sum(len(ids) for ids in self._cached.values())
-        num_keys = sum(block.key is not None for block in self._blocks)
-        assert num_entries == num_keys, (num_entries, num_keys)
+        assert num_entries == len(with_key), (num_entries, len(with_key))
