@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+# The memory of the machine holds millions of a small model's KV blocks: checking them takes seconds after each step.
+MOST_BLOCKS = 8192
 # On a busy machine any example may be delayed.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
 hypothesis.settings.load_profile("without deadlines")
@@ -50,6 +54,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_pools() -> Iterator[None]:
+    """Limits the KV caches of engines in this process of which a test says no size."""
+    from penstock.engine import build, cache_plan
+
+    plan_cache, num_blocks = build.plan_cache, cache_plan._num_blocks
+
+    def limited(config: Any, *rest: Any) -> int:
+        found = num_blocks(config, *rest)
+        is_set = config.num_blocks_override is not None or config.kv_cache_memory is not None
+        return found if is_set else min(found, MOST_BLOCKS)
+
+    def plan(*arguments: Any) -> Any:
+        # Tests of the plan itself are not limited.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache_plan, "_num_blocks", limited)
+            return plan_cache(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "plan_cache", plan)
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

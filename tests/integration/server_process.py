@@ -14,6 +14,9 @@ from pathlib import Path
 
 START_SECONDS = 120
 ADMIN_KEY = "admin-secret-key"
+# The memory of the machine would hold so many KV blocks that checking them after each step takes longer than the step.
+MEMORY = ("--kv-cache-memory", "512MiB")
+SET_MEMORY = {"--kv-cache-memory", "--num-gpu-blocks-override", "--gpu-memory-utilization", "--model"}
 
 
 @dataclass
@@ -44,7 +47,12 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Starts `penstock serve` on free ports and waits until it serves; with client keys, the admin key is ADMIN_KEY."""
+    """Starts `penstock serve` on free ports and waits until it serves; with client keys, the admin key is ADMIN_KEY.
+
+    The built-in model gets the flags of MEMORY unless others say how large the KV cache is.
+    """
+    is_built_in = not flags or flags[0].startswith("--")
+    flags = (*MEMORY, *flags) if is_built_in and not SET_MEMORY & {*flags} else flags
     env = env or {}
     if "--api-key" in flags or "PENSTOCK_API_KEY" in env:
         env = {"PENSTOCK_ADMIN_API_KEY": ADMIN_KEY, **env}
