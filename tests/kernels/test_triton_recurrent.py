@@ -56,11 +56,13 @@ def test_every_division_into_steps_has_the_same_bits(name: str) -> None:
     check_divisions(in_triton(*ODD[name]), torch.bfloat16, ([1] * 17, [2, 15], [7, 1, 9]))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_rejected_drafts_leave_nothing(name: str) -> None:
     check_drafts(in_triton(*ODD[name]), 3)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_requests_of_a_batch_are_independent_and_padding_is_ignored(name: str) -> None:
     check_batch(in_triton(*ODD[name]))

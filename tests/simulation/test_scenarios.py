@@ -131,7 +131,7 @@ HAPPENS = {
 }
 
 
-@pytest.mark.spread(10)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     happened: Counter[str] = Counter()
