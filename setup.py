@@ -25,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/penstock/kernels/native")
+LIBRARY = NATIVE.with_name("libpenstock_native.so")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 # Products and sums are fused where the source says so and nowhere else: a result's bits are not the compiler's choice.
 COMMON += ["-ffp-contract=off"]
@@ -85,8 +86,14 @@ def find_compiler() -> str | None:
 
 
 def compile_native(compiler: str, target: Path, machine: str = platform.machine()) -> None:
-    """Does nothing if the target has been made of the same sources, as when an installation gets extras."""
-    if target.is_file() and digest_sources().encode() in target.read_bytes():
+    """Takes the source tree's library if it was made of the same sources, as when an installation gets extras: pip
+    builds each installation in a new folder.
+    """
+    is_here = machine == platform.machine() and LIBRARY.is_file()
+    if is_here and digest_sources().encode() in LIBRARY.read_bytes():
+        if target.resolve() != LIBRARY.resolve():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(LIBRARY, target)
         return
     sets = INSTRUCTION_SETS.get(machine, {"generic": []})
     shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp", NATIVE / "ranks.cpp"]

@@ -95,12 +95,17 @@ def test_sources_are_digested_with_the_options_of_the_compiler(tmp_path: Path, m
     digest_sources.__globals__["INSTRUCTION_SETS"]["x86_64"]["avx2"].append("-mxop")
     names.append(digest_sources())
     assert len(set(names)) == 5, names
-    # What is made of other sources is compiled again, and nothing else is.
+    # What is made of other sources, or for another processor, is compiled again, and nothing else is.
+    library, target = folder.with_name("libpenstock_native.so"), tmp_path / "new" / "library.so"
     for name in names:
-        target = tmp_path / "library.so"
-        target.write_bytes(b"\0" + name.encode() + b"\0")
+        library.write_bytes(b"\0" + name.encode() + b"\0")
         with nullcontext() if name == names[-1] else pytest.raises(FileNotFoundError):
             compile_native("no-compiler", target)
+        assert target.is_file() == (name == names[-1])
+    compile_native("no-compiler", library)
+    assert target.read_bytes() == library.read_bytes() == b"\0" + names[-1].encode() + b"\0"
+    with pytest.raises(FileNotFoundError):
+        compile_native("no-compiler", target, "another machine")
 
 
 def gpu_name(backend: str = "auto", *, deterministic: bool = False) -> str:
