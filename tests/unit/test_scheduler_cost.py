@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.config.engine import SchedulerConfig
+from penstock.core import block_hash
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
 from penstock.core.request_queue import RequestQueue
@@ -151,7 +152,9 @@ def test_requests_that_were_pending_for_too_long_are_admitted(
 def test_blocks_are_hashed_only_for_the_prefix_cache(
     enable_prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[int] = []
-    monkeypatch.setattr("penstock.core.request.extend_chain", lambda *_: hashed.append(1))
+    hashed: list[bytes] = []
+    original = block_hash.hashlib.sha256
+    monkeypatch.setattr(block_hash.hashlib, "sha256", lambda data: hashed.append(data) or original(data))
     add(make(4, enable_prefix_caching=enable_prefix_caching), 3)
-    assert len(hashed) == (3 if enable_prefix_caching else 0)
+    # The start of each request's chain, and one block of four of its six tokens.
+    assert len(hashed) == (6 if enable_prefix_caching else 3)

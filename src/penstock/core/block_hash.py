@@ -26,8 +26,8 @@ def extend_chain(
 ) -> None:
     """Appends the hashes of the blocks of `tokens` that `chain` does not have yet."""
     parent = chain[-1] if chain else root
-    words = array("q", tokens[len(chain) * block_size :])
-    packed, length = words.tobytes(), (block_size + num_tokens_ahead) * words.itemsize
-    for start in range(0, len(packed) - length + 1, block_size * words.itemsize):
+    first, length = len(chain) * block_size, 8 * (block_size + num_tokens_ahead)  # a token takes 8 bytes
+    packed = array("q", tokens[first:]).tobytes() if len(tokens) - first >= block_size else b""
+    for start in range(0, len(packed) - length + 1, 8 * block_size):
         parent = hashlib.sha256(parent + packed[start : start + length]).digest()
         chain.append(parent)

@@ -10,6 +10,7 @@ that later requests are likely to begin with, are published.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -71,10 +72,12 @@ class KVCacheManager:
         self._recorder = recorder or KVEventRecorder()
         self.pool = BlockPool(config.num_blocks, self._recorder.on_removed, config.num_states)
         self.block_size = config.block_size
+        # Without a prefix cache no block is looked for or published: no request fills one of this size.
+        self.hashed_block_size = config.block_size if enable_prefix_caching else sys.maxsize
         self.num_tokens_ahead = config.num_tokens_ahead
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
-        self.enable_prefix_caching = enable_prefix_caching
+        self._enable_prefix_caching = enable_prefix_caching
         self._groups = make_groups(config)
         self._has_windows = any(group.spec.sliding_window for group in config.groups)
         self._has_states = config.has_states
@@ -95,7 +98,7 @@ class KVCacheManager:
         The last known token is never part of it: its logits are needed, so it has to be computed.
         """
         length = (request.num_tokens - 1) // self.block_size
-        if not self.enable_prefix_caching or not request.uses_prefix_cache:
+        if not self._enable_prefix_caching or not request.uses_prefix_cache:
             length = 0
         hashes = request.block_hashes
         shared = length = self._longest_hit(request, length, with_states=False)
@@ -122,7 +125,7 @@ class KVCacheManager:
 
     def is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
         """Returns whether a running request will soon publish the block after this hit, so that waiting saves work."""
-        if not self.enable_prefix_caching or not request.uses_prefix_cache:
+        if not self._enable_prefix_caching or not request.uses_prefix_cache:
             return False
         end = (request.num_tokens - 1) // self.block_size
         if not self._has_states:
@@ -152,7 +155,7 @@ class KVCacheManager:
         self.pool.acquire(hit_ids)
         skipped = [[NULL_BLOCK] * (start - hit.num_blocks) for start in starts]
         tables = tuple([*ids, *gap] for ids, gap in zip(hits, skipped, strict=True))
-        computes = self.enable_prefix_caching and num_tokens > num_present
+        computes = self._enable_prefix_caching and num_tokens > num_present
         num_to_publish = len(request.block_hashes) if computes else hit.num_blocks
         self._holdings[request.request_id] = holding = _Holding(
             request=request,
@@ -179,7 +182,7 @@ class KVCacheManager:
 
     def count_hit(self, request: Request, hit: PrefixHit) -> None:
         """Records in the statistics that a request enters the runner with this hit."""
-        if self.enable_prefix_caching:
+        if self._enable_prefix_caching:
             self.num_hit_tokens += hit.num_tokens
             self.num_queried_tokens += request.num_tokens
 
@@ -212,7 +215,7 @@ class KVCacheManager:
         if end > first:
             # Tokens computed after a request's end have no hash.
             end = min(end, len(request.block_hashes))
-        if end <= first or not self.enable_prefix_caching:
+        if end <= first or not self._enable_prefix_caching:
             return first, first
         chosen = [
             [index for index in range(first, end) if group.publishes(index, holding.checkpoints)]
@@ -232,7 +235,7 @@ class KVCacheManager:
         last = holding.num_computed - 1
         is_new = False
         for number, group in enumerate(self._groups):
-            if not (group.spec.is_recurrent and self.enable_prefix_caching) or last < 0:
+            if not (group.spec.is_recurrent and self._enable_prefix_caching) or last < 0:
                 continue
             block_id, key = holding.tables[number][last], (number, request.block_hashes[last])
             if block_id != NULL_BLOCK and not self.pool.is_published(block_id) and self.pool.publish(block_id, key):

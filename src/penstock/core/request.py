@@ -55,8 +55,6 @@ class Request:
     In both, drafts in flight count as accepted; rejected ones are subtracted when their step is processed. `num_drafts`
     is the number of drafts that the device will hold for the next step.
 
-    `block_hashes` stays empty without `has_hashes`: no block is looked for or published.
-
     A request that continues given output begins like a preempted one that had generated it.
 
     `num_last_accepted` is how many drafts of the last processed step were accepted. `num_loaded_tokens` of its
@@ -66,14 +64,7 @@ class Request:
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
     """
 
-    def __init__(
-        self,
-        data: EngineRequest,
-        arrival_index: int,
-        block_size: int,
-        num_tokens_ahead: int = 0,
-        has_hashes: bool = True,
-    ) -> None:
+    def __init__(self, data: EngineRequest, arrival_index: int, block_size: int, num_tokens_ahead: int = 0) -> None:
         self.data = data
         self.request_id = data.request_id
         self.arrival_index = arrival_index
@@ -98,7 +89,6 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self._block_size = block_size
         self._num_tokens_ahead = num_tokens_ahead
-        self._has_hashes = has_hashes
         self._root_hash = root_hash(data.kv_scope)
         self._extend_hashes()
 
@@ -254,6 +244,4 @@ class Request:
             self._extend_hashes()
 
     def _extend_hashes(self) -> None:
-        if not self._has_hashes:
-            return
         extend_chain(self.block_hashes, self._root_hash, self.token_ids, self._block_size, self._num_tokens_ahead)

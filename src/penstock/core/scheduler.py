@@ -87,10 +87,7 @@ class Scheduler:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
         try:
             with contained(data.request_id):
-                kv = self._kv
-                request = Request(
-                    data, self._num_arrivals, kv.block_size, kv.num_tokens_ahead, has_hashes=kv.enable_prefix_caching
-                )
+                request = Request(data, self._num_arrivals, self._kv.hashed_block_size, self._kv.num_tokens_ahead)
                 if data.grammar is not None:
                     self._grammars.add(data.request_id, data.grammar, data.output_token_ids)
                 self._connector.on_new_request(request)

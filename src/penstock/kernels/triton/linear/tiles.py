@@ -72,24 +72,10 @@ _GEMM_16 = {
     Role.DOWN: Tile(64, 16, 128, 4, stages=6, split=4, early=False),
     Role.HEAD: Tile(64, 16, 128, 4, stages=3, early=False),
 }
-_GEMM_16_LARGE = {
-    **_GEMM_16,
-    Role.OUT: Tile(64, 16, 128, 4, stages=4, split=4),
-    Role.DOWN: Tile(64, 16, 128, 4, stages=4, split=4),
-}
+_GEMM_16_LARGE = _GEMM_16 | dict.fromkeys((Role.OUT, Role.DOWN), Tile(64, 16, 128, 4, stages=4, split=4))
 # Up to 64: two tiles of 32 tokens beat one of 64 for small weights, because twice as many programs read them.
-_GEMM_64 = {
-    Role.QKV: Tile(64, 32, 128, 4, stages=6, early=False),
-    Role.OUT: Tile(64, 32, 128, 4, stages=6, split=4, early=False),
-    Role.GATE_UP: Tile(64, 32, 128, 4, stages=5, early=False),
-    Role.DOWN: Tile(64, 32, 128, 4, stages=6, split=4, early=False),
-    Role.HEAD: Tile(64, 32, 128, 4, stages=3, early=False),
-}
-_GEMM_32_LARGE = {
-    **_GEMM_64,
-    Role.OUT: Tile(64, 32, 128, 4, stages=6),  # *
-    Role.DOWN: Tile(64, 32, 128, 4, stages=6),  # *
-}
+_GEMM_64 = {role: replace(tile, tokens=32) for role, tile in _GEMM_16.items()}
+_GEMM_32_LARGE = _GEMM_64 | dict.fromkeys((Role.OUT, Role.DOWN), Tile(64, 32, 128, 4, stages=6))  # *
 _GEMM_64_LARGE = {
     Role.QKV: Tile(64, 64, 128, 4, stages=5, early=False),
     Role.OUT: Tile(64, 64, 128, 4, stages=6, early=False),
