@@ -1,6 +1,7 @@
 # `make demo` generates from the built-in model.
 # `make test` runs before every change: a few cases of every promise, on two idle cores in at most 12 minutes.
-# `make test-long` runs the rest of what CI runs: every value of the grids, storms, faults under load, compilers.
+# `make test-long` runs the rest of what CI runs: every value of the grids, storms, faults under load, compilers. With
+# WITHIN=SECONDS it leaves out what has not begun by then, and begins at another test in each commit.
 # `make test-all` runs everything that needs no GPU: whole grids, long storms, and the tools of bench/ too.
 # `make test-gpu` runs what needs a GPU.
 
@@ -42,7 +43,7 @@ test: $(VENV)/.installed-dev
 	$(PYTEST) -m "alone and not long and not exhaustive" $(ALONE)
 
 test-long: $(VENV)/.installed-dev
-	$(PYTEST_PARALLEL) -m "long and not alone and not exhaustive" $(LONG)
+	$(PYTEST_PARALLEL) -m "long and not alone and not exhaustive" $(if $(WITHIN),--within $(WITHIN)) $(LONG)
 	$(PYTEST) -m "long and alone and not exhaustive" $(ALONE)
 
 # Files whose engines are in the test's own process, with workers in others; tests marked `uniproc` are skipped.

@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.within import Within
+
 # The memory of the machine holds millions of a small model's KV blocks: checking them takes seconds after each step.
 MOST_BLOCKS = 8192
 # On a busy machine any example may be delayed.
@@ -33,6 +35,7 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--executor", choices=("uniproc", "mp"), default="uniproc", help="where the engines' workers run")
+    parser.addoption("--within", type=float, metavar="SECONDS", help="skip the tests that have not begun by then")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,6 +83,8 @@ def small_pools() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--within") is not None:
+        config.pluginmanager.register(Within(config.getoption("--within")))
     if config.getoption("--executor") == "mp":
         from penstock.engine import build
         from penstock.executor.factory import make_executor
