@@ -1,7 +1,7 @@
 # `make demo` generates from the built-in model.
 # `make test` runs before every change: a few cases of every promise, on two idle cores in at most 12 minutes.
-# `make test-long` runs the rest of what CI runs: every value of the grids, storms, faults under load, compilers. With
-# WITHIN=SECONDS it leaves out what has not begun by then, and begins at another test in each commit.
+# `make test-long` runs the rest of what CI runs: every value of the grids, storms, faults under load, compilers.
+# WITHIN=SECONDS skips the tests that have not started by then; the first test to run depends on the commit.
 # `make test-all` runs everything that needs no GPU: whole grids, long storms, and the tools of bench/ too.
 # `make test-gpu` runs what needs a GPU.
 
@@ -17,7 +17,7 @@ PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
 
 # Of the few tests that run alone and of the long ones, the files: importing all of the others takes a minute.
 ALONE = $(sort $(shell grep -rl --include='test_*.py' 'mark.alone' tests))
-LONG = $(sort $(shell grep -rlE --include='test_*.py' 'mark.(long|spread)' tests))
+LONG = $(sort $(shell grep -rlE --include='test_*.py' 'mark.(long|spread)|graded_grid' tests))
 
 .PHONY: demo test test-long test-all test-gpu wheel lint format clean
 

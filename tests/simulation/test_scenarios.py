@@ -17,7 +17,7 @@ from tests.grids import exhaustive
 NUM_SEEDS = 10
 # Worlds of several connected engines take four times as long.
 NUM_PAIR_SEEDS = 5
-# So many times as many, until what must happen has happened.
+# Up to this many times as many seeds, until everything in HAPPENS has happened.
 MOST = 3
 
 # What must happen at least once over the seeds of a scenario, as it would test nothing otherwise.
