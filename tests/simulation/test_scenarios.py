@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from penstock.simulation.routing import RoutingSetup
 from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
 from tests.grids import exhaustive
 
@@ -129,6 +130,14 @@ HAPPENS = {
         "disk_losses",
     },
 }
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_engines_with_a_connector_have_a_prefix_cache(name: str) -> None:
+    """Others are refused at the start, see `engine/transfer.py`."""
+    for seed in range(50):
+        setup = SCENARIOS[name].draw(random.Random(seed))
+        assert isinstance(setup, RoutingSetup) or setup.backing == "none" or setup.prefix_caching
 
 
 @pytest.mark.spread(6)

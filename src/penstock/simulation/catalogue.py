@@ -72,9 +72,9 @@ def traffic(setup: Setup, **changes: object) -> Setup:
 
 
 def tiers(setup: Setup, rng: random.Random) -> Setup:
-    """Gives the engines tiers of various sizes; their prefix caches are sometimes reset."""
+    """Gives the engines tiers of various sizes, and prefix caches, which are sometimes reset: tiers need them."""
     setup = traffic(setup, arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]))
-    return replace(setup, backing="tiers", memory_chunks=rng.choice([4, 16, 64]))
+    return replace(setup, backing="tiers", prefix_caching=True, memory_chunks=rng.choice([4, 16, 64]))
 
 
 def two(rng: random.Random) -> Setup:
