@@ -258,6 +258,18 @@ def test_bits_do_not_depend_on_batch_or_configuration(row: str, weights: Path, a
     assert vectors(weights, **ROWS[row]) == alone
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_bits_do_not_depend_on_them_with_rounded_inputs(name: str, folder: Path) -> None:
+    path = make_encoder_checkpoint(name, folder, torch.bfloat16)
+    save_modules(path, "mean_tokens")
+    rounded: dict[str, Any] = {"quantization": "int4", "quantize_activations": "int8"}
+    alone = vectors(path, one_by_one=True, num_threads=1, **rounded)
+    as_they_are = vectors(path, quantization="int4")
+    assert all(one != other for one, other in zip(alone, as_they_are, strict=True))
+    assert vectors(path, **ROWS["another order"], **ROWS["two threads"], **ROWS["small steps"], **rounded) == alone
+    assert vectors(path, **ROWS["two ranks"], distributed_executor_backend="uniproc", **rounded) == alone
+
+
 def test_a_step_contains_whole_prompts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[dict[str, int]] = []
     schedule = Scheduler.schedule

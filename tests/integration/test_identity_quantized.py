@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from penstock.kernels.quantized import LayerWeight, QuantizedWeight
+from penstock.models.weights import StoredWeight
 from penstock.utils.errors import ConfigError
+from penstock.worker import load
 from tests.integration.checkpoints import quantize_in_blocks
 from tests.integration.test_gguf_models import make_twins, weights_digest
 from tests.integration.test_identity_families import (
@@ -24,6 +27,7 @@ from tests.integration.test_identity_families import (
     PAIRS,
     Families,
     cells,
+    check_batches,
     check_cell,
     check_expert_cell,
     check_pair,
@@ -44,14 +48,18 @@ EXPERT_RANKS = {"tensor_parallel_size": 3, "enable_expert_parallel": True}
 FORMATS_OF = {"W4": "packed with zero points", "W8A8": "int8 with int8 inputs"}
 
 
+# Without the cells of the matrix.
+W4_FAMILIES = {f"W4 {family}": family for family in ("youtu-latent", "deepseek-v3", "qwen3.5", "lfm2")}
+
+
 class Quantized(Families):
-    """Has checkpoints of WEIGHTS as well."""
+    """Has checkpoints of WEIGHTS and of W4_FAMILIES as well."""
 
     def family(self, name: str) -> str:
-        return WEIGHTS.get(name, name)
+        return {**WEIGHTS, **W4_FAMILIES}.get(name, name)
 
     def path(self, name: str) -> Path:
-        if name not in WEIGHTS:
+        if self.family(name) == name:
             return super().path(name)
         folder = self.folder / name
         file = folder / "model.gguf" if name == "Q4_K" else folder / "quantized"
@@ -65,7 +73,9 @@ class Quantized(Families):
             elif name == "W4 experts":
                 quantize_in_kinds(self.path("qwen3-moe"), folder, has_int8_inputs=True)
             else:
-                quantize_checkpoint(self.path(WEIGHTS[name]), folder, FORMATS_OF[name])
+                quantize_checkpoint(
+                    self.path(self.family(name)), folder, FORMATS_OF.get(name, "packed with zero points")
+                )
         return file
 
 
@@ -235,6 +245,18 @@ def test_a_prompt_in_one_engine_and_its_answer_in_another(families: Quantized, n
 # ---- Cells with rounded activations ----
 
 ROUNDED = ("W4", "Q4_K", "MXFP4 experts")
+ROUNDED_CELLS: dict[str, dict[str, Any]] = {
+    "chunks, one thread": {"num_threads": 1, "max_num_batched_tokens": 16},
+    "ranks of two threads, drafts": {"num_threads": 2, "tensor_parallel_size": 2, "speculative_config": NGRAM},
+}
+LATENTS = {"self_attn.kv_b_proj (keys)", "self_attn.kv_b_proj (values)", "lm_head"}
+# Layers with inputs as they are. Those of gates are a few rows beside others that are quantized.
+AS_THEY_ARE = {
+    "W4 youtu-latent": LATENTS,
+    "W4 deepseek-v3": {*LATENTS, "mlp.gate"},
+    "W4 qwen3.5": {"linear_attn.in_proj_z, in_proj_b, in_proj_a", "lm_head"},
+    "W4 lfm2": {"feed_forward.w1, w3", "feed_forward.w2", "lm_head"},
+}
 
 
 @pytest.mark.parametrize(("name", "cell"), cells(ROUNDED, [cell for cell in CELLS if cell not in MODULE_CELLS]))
@@ -252,6 +274,36 @@ def test_rounded_activations_in_one_engine_and_another(rounding: Quantized, name
     check_pair(rounding, name, pair)
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", [*ROUNDED, *W4_FAMILIES])
 def test_rounded_activations_have_tokens_of_their_own(rounding: Quantized, families: Quantized, name: str) -> None:
     assert rounding.expected(name) != families.expected(name)
+
+
+@pytest.mark.parametrize("cell", ROUNDED_CELLS)
+@pytest.mark.parametrize("name", W4_FAMILIES)
+def test_a_batch_of_a_family_with_rounded_activations(rounding: Quantized, name: str, cell: str) -> None:
+    check_batches(rounding, name, ROUNDED_CELLS[cell])
+
+
+def test_experts_beside_latents_on_ranks_with_rounded_activations(rounding: Quantized) -> None:
+    check_expert_cell(rounding, "W4 deepseek-v3", "redundant experts")
+
+
+@pytest.mark.parametrize(("name", "others"), AS_THEY_ARE.items())
+def test_all_layers_with_quantized_weights_round_their_inputs(
+    rounding: Quantized, monkeypatch: pytest.MonkeyPatch, name: str, others: set[str]
+) -> None:
+    rounded, dense = set[str](), set[str]()
+
+    def record(layer: str, stored: StoredWeight, weight: LayerWeight) -> None:
+        own = layer.partition(".layers.")[2].partition(".")[2] or layer
+        if isinstance(weight, QuantizedWeight):
+            assert weight.quantizes_inputs == "by group", layer
+            rounded.add(own)
+        else:
+            dense.add(own)
+
+    monkeypatch.setattr(load, "compare", record)
+    engine(rounding.path(name), **rounding.arguments, check_weights=True).shutdown()
+    assert dense == others
+    assert len(rounded) >= 4

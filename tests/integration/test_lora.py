@@ -102,22 +102,25 @@ def test_equals_peft_and_the_merged_checkpoint(name: str, tmp_path: Path) -> Non
 
 
 class Adapters:
-    """A checkpoint with two adapters, and the answers of each request with each of them and without, alone."""
+    """A checkpoint with two adapters, and the answers of each request with each of them and without, alone. Engines
+    have the `arguments`.
+    """
 
     def __init__(self, folder: Path, name: str = "qwen3-128", **arguments: Any) -> None:
         self.path = make_checkpoint(name, folder, torch.bfloat16)
         sizes = projections(json.loads((self.path / "config.json").read_text()))
         folders = [write_adapter(folder / str(seed), sizes, seed=seed, rank=3 + 9 * seed) for seed in range(2)]
         self.loras = [None, *(LoRARequest(f"adapter{seed}", seed, str(each)) for seed, each in enumerate(folders))]
+        self.arguments = arguments
         self.expected: list[list[Answer]] = []
-        llm = self.engine(**arguments)
+        llm = self.engine()
         for lora in self.loras:
             self.expected.append([self.answers(llm, [request], [lora])[0] for request in requests()])
         llm.shutdown()
         assert self.expected[0] != self.expected[1] != self.expected[2]
 
     def engine(self, **changes: Any) -> LLM:
-        return LLM(str(self.path), **{**PLAIN, "enable_lora": True, **changes})
+        return LLM(str(self.path), **{**PLAIN, "enable_lora": True, **self.arguments, **changes})
 
     @staticmethod
     def answers(llm: LLM, of: Sequence[Any], loras: Sequence[LoRARequest | None]) -> list[Answer]:
@@ -258,6 +261,39 @@ def test_quantized_weights(tmp_path: Path, adapters: Adapters) -> None:
         found.append(adapters.answers(llm, requests()[:3], adapters.loras))
         llm.shutdown()
     assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    arguments: dict[str, Any] = {"quantization": "int4", "quantize_activations": "int8", "num_threads": 1}
+    return Adapters(tmp_path_factory.mktemp("rounded"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_threads": 2, "max_num_batched_tokens": 16},
+        {"num_threads": 2, "tensor_parallel_size": 2, "async_scheduling": True},
+    ],
+    ids=["chunks", "two ranks"],
+)
+def test_adapters_of_layers_that_round_their_inputs(rounded: Adapters, changes: dict[str, Any]) -> None:
+    llm = rounded.engine(**changes)
+    rounded.check_mixed(llm)
+    llm.shutdown()
+
+
+def test_layers_round_their_inputs_with_an_adapter_and_without(rounded: Adapters) -> None:
+    prompts, params = zip(*requests(), strict=True)
+    llm = rounded.engine(enable_lora=False)
+    outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+    assert [answer(output) for output in outputs] == rounded.expected[0]
+    llm.shutdown()
+    llm = rounded.engine(quantize_activations=None)
+    for lora, expected in zip(rounded.loras, rounded.expected, strict=True):
+        found = rounded.answers(llm, requests(), [lora] * len(prompts))
+        assert all(one != other for one, other in zip(found, expected, strict=True))
+    llm.shutdown()
 
 
 def test_kv_of_another_engine_is_that_of_the_adapter(adapters: Adapters, tmp_path: Path) -> None:

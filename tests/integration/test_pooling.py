@@ -243,6 +243,15 @@ def test_pooling_of_whole_prompts_gives_identical_bits(mode: str, folder: Path) 
         assert llm.stats().prefix_cache_hits == 0
 
 
+def test_vectors_of_rounded_inputs_have_identical_bits(folder: Path) -> None:
+    path = make_pooling_checkpoint(MODEL, folder, torch.bfloat16)
+    rounded: dict[str, Any] = {"quantization": "int4", "quantize_activations": "int8"}
+    plain = vectors(path, one_by_one=True, num_threads=1, **rounded)[0]
+    assert vectors(path, quantization="int4")[0] != plain
+    for arguments in ({"num_threads": 2, "max_num_batched_tokens": CHUNK}, {"num_threads": 2, **ranks(2, 1)}):
+        assert vectors(path, **arguments, **rounded)[0] == plain
+
+
 # ---- Refusals ----
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from penstock.kernels import native
 from penstock.kernels.lora import LoraLayer, LowRank, RowSlots
 from penstock.kernels.native import NativeLibrary, library_for, num_threads, set_num_threads
+from penstock.kernels.quantized import quantize_absmax, quantize_rows
+from penstock.layers.linear import Linear
 
 ISAS: list[str | None] = [None, *native.instruction_sets()]
 # Inputs, the outputs of the projections, the ranks of one adapter's parts (0: it has none) and of another's.
@@ -113,6 +116,21 @@ def test_a_row_depends_on_its_adapter_alone(case: int, dtype: torch.dtype) -> No
             results.setdefault("native", []).append(together)
     # The order of the sums is one in all instruction sets.
     assert all(torch.equal(each, results["native"][0]) for each in results.get("native", []))
+
+
+def test_an_adapter_reads_inputs_that_are_not_rounded() -> None:
+    """It reads one input alone, which the layer rounds to zero beside a large one."""
+    weight = replace(quantize_absmax(torch.zeros(16, 32).bfloat16(), 4, 32), quantizes_inputs="by group")
+    layer, rows = Linear(weight), RowSlots(2)
+    layer.adapters = LoraLayer(rows, 1, 32, (16,))
+    down = torch.zeros(1, 32)
+    down[0, 3] = 1
+    layer.adapters.load(0, [LowRank(down, torch.ones(16, 1), 1.0)], torch.bfloat16)
+    rows.set(np.zeros(2, np.int32))
+    x = torch.zeros(2, 32).bfloat16()
+    x[:, 0], x[:, 3] = 1000, 0.5
+    assert not quantize_rows(x)[0][:, 3].any()
+    assert torch.equal(layer(x), torch.full((2, 16), 0.5).bfloat16())
 
 
 @pytest.mark.parametrize("isa", ISAS)
