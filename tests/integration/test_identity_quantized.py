@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.startup import describe_engine
 from penstock.kernels.quantized import LayerWeight, QuantizedWeight
 from penstock.models.weights import StoredWeight
 from penstock.utils.errors import ConfigError
@@ -50,24 +51,26 @@ FORMATS_OF = {"W4": "packed with zero points", "W8A8": "int8 with int8 inputs"}
 
 # Without the cells of the matrix.
 W4_FAMILIES = {f"W4 {family}": family for family in ("youtu-latent", "deepseek-v3", "qwen3.5", "lfm2")}
+# Name -> the file among those of `test_gguf_models`.
+FILES = {"Q4_K": "qwen3, K types", "Q4_0": "llama"}
 
 
 class Quantized(Families):
-    """Has checkpoints of WEIGHTS and of W4_FAMILIES as well."""
+    """Has checkpoints of WEIGHTS, of W4_FAMILIES and of FILES as well."""
 
     def family(self, name: str) -> str:
-        return {**WEIGHTS, **W4_FAMILIES}.get(name, name)
+        return {**FILES, **WEIGHTS, **W4_FAMILIES}.get(name, name)
 
     def path(self, name: str) -> Path:
         if self.family(name) == name:
             return super().path(name)
         folder = self.folder / name
-        file = folder / "model.gguf" if name == "Q4_K" else folder / "quantized"
+        file = folder / "model.gguf" if name in FILES else folder / "quantized"
         if not file.exists():
             folder.mkdir()
-            if name == "Q4_K":
-                # Beside Q5_K and Q6_K.
-                make_twins("qwen3, K types", folder, file)
+            if name in FILES:
+                # Q4_K beside Q5_K and Q6_K.
+                make_twins(FILES[name], folder, file)
             elif name == "MXFP4 experts":
                 quantize_experts(self.path("gpt-oss"), folder)
             elif name == "W4 experts":
@@ -307,3 +310,44 @@ def test_all_layers_with_quantized_weights_round_their_inputs(
     engine(rounding.path(name), **rounding.arguments, check_weights=True).shutdown()
     assert dense == others
     assert len(rounded) >= 4
+
+
+# ---- What is said of rounded activations ----
+
+OPTION = {"quantize_activations": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("W8A8", {}, "compressed-tensors with int8 activations (W8A8 checkpoint)"),
+        ("Q4_0", OPTION, "q4_0 with int8 activations (quantize_activations)"),
+        ("Q4_0", {}, "q4_0"),
+        ("W4 experts", OPTION, "compressed-tensors with int8 activations (W8A8 checkpoint, quantize_activations)"),
+        # In another dtype weights are the values of the checkpoint, and inputs as they are.
+        ("W8A8", {"dtype": "float32"}, "compressed-tensors"),
+        ("qwen3-128", {**OPTION, "quantization": "int4"}, "int4 with int8 activations (quantize_activations)"),
+    ],
+)
+def test_the_startup_line_says_what_rounds_activations(
+    families: Quantized, name: str, arguments: dict[str, Any], words: str
+) -> None:
+    llm = engine(families.path(name), **arguments)
+    lines = describe_engine(name, llm.info).splitlines()
+    llm.shutdown()
+    assert any(line.startswith(f"  weights    {words}, ") for line in lines), lines
+
+
+def test_ranks_without_quantized_layers_round_nothing(families: Quantized, tmp_path: Path) -> None:
+    """The first of three layers has no experts, and no other weights are quantized."""
+    path, _ = mix_experts(families.path("deepseek-v2"), tmp_path, "packed")
+    llm = engine(path, pipeline_parallel_size=3, **OPTION)
+    assert llm.info.weights == "compressed-tensors with int8 activations (quantize_activations)"
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["float8", "gptq in act-order"])
+def test_rounding_no_activations_is_refused(families: Quantized, tmp_path: Path, name: str) -> None:
+    path, _ = quantize_checkpoint(families.path("qwen3-128"), tmp_path, name)
+    with pytest.raises(ConfigError, match=r"quantize_activations=int8 would change nothing: .* or leave it out"):
+        engine(path, **OPTION)

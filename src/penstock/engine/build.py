@@ -36,6 +36,7 @@ from penstock.messages.structured_outputs import GrammarSpec
 from penstock.tokenizer.tokenizer import eos_token_ids, load_tokenizer
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
 from penstock.utils.math import cdiv
 from penstock.worker.messages import InitializeWorker, WorkerFacts
 
@@ -109,9 +110,10 @@ def _build(config: EngineConfig, on_failure: ExitStack, started: float) -> Joint
 
 
 def _plan(config: EngineConfig, facts: Sequence[Sequence[WorkerFacts]], on_failure: ExitStack) -> list[_Plan]:
-    """Plans each engine. Raises ConfigError if the ranks differ or the memory is too small."""
+    """Plans each engine. Raises ConfigError if the ranks differ, no input is rounded, or the memory is too small."""
     readers = [each for of_engine in facts for each in of_engine]
     check_arithmetic(readers)
+    _check_rounding(config, readers)
     config = config.on_device(readers[0].device)
     plans: list[_Plan] = []
     for rank, of_engine in enumerate(facts):
@@ -179,7 +181,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
         shares_experts=config.parallel.num_joint_engines > 1,
         pooling=None if config.pooling is None else config.pooling.summary,
         wrapper=config.model.wrapper,
-        weights=_weight_formats(config),
+        weights=_weight_formats(config, facts),
         num_weights=sum(each.num_weights for each in facts),
         weight_bytes=sum(each.weight_bytes for each in facts),
         fingerprint=plan.fingerprint,
@@ -190,10 +192,29 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
     return Engine(core, transfer.transfer.connector, config, limits, info)
 
 
-def _weight_formats(config: EngineConfig) -> str:
+_ROUNDED_BY = {"by row": "W8A8 checkpoint", "by group": "quantize_activations"}
+
+
+def _roundings(facts: Sequence[WorkerFacts]) -> list[str]:
+    """Returns what makes layers round their inputs, in words."""
+    found = {rounding for each in facts for rounding in each.roundings}
+    return [words for rounding, words in _ROUNDED_BY.items() if rounding in found]
+
+
+def _check_rounding(config: EngineConfig, facts: Sequence[WorkerFacts]) -> None:
+    """Raises ConfigError if inputs are to be rounded and no layer does so."""
+    if config.load_quantization.activations and not _roundings(facts):
+        raise ConfigError(
+            f"quantize_activations=int8 would change nothing: no layer of {config.model.path} has weights in integers. "
+            "They are floats, dummies, or in GPTQ's act-order: use another checkpoint, or leave it out"
+        )
+
+
+def _weight_formats(config: EngineConfig, facts: Sequence[WorkerFacts]) -> str:
     rounded, stored = config.load_quantization, config.model.quantization
     name = stored.name if stored is not None else f"int{rounded.layers}" if rounded.layers else config.model.dtype
-    return f"{name} with int8 activations" if rounded.activations else name
+    by = ", ".join(_roundings(facts))
+    return f"{name} with int8 activations ({by})" if by else name
 
 
 class LazyGrammarBackend:

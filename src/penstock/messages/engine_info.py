@@ -18,10 +18,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     of the warm-up. `shares_kv`: other engines can load KV from it, and it from them. `pooling` describes in words what
     a pooling engine returns. `shares_experts`: the data parallel engines divide the experts among them. `wrapper` is
     the model type of a multimodal model whose text part is served. `weights` names the formats in which the
-    checkpoint's weights are; `num_weights` and their bytes in memory are sums over all ranks. Engines with the same
-    `fingerprint` generate the same tokens: it covers the weights, the model's configuration and the arithmetic.
-    `max_loras` is how many adapters run at once, `lora_bytes` the memory on all ranks that is kept free for those in
-    memory, and `lora_targets` are the projections that adapters may change, by name.
+    checkpoint's weights are, and what makes layers round their inputs, if they do; `num_weights` and their bytes in
+    memory are sums over all ranks. Engines with the same `fingerprint` generate the same tokens: it covers the weights,
+    the model's configuration and the arithmetic. `max_loras` is how many adapters run at once, `lora_bytes` the memory
+    on all ranks that is kept free for those in memory, and `lora_targets` are the projections that adapters may change,
+    by name.
     """
 
     dtype: str

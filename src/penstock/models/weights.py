@@ -167,14 +167,19 @@ class WeightsDigest:
 
 @dataclass(slots=True)
 class LoadedSize:
-    """How many weights layers have taken so far, and their bytes; what ranks share, each of them counts."""
+    """How many weights layers have taken so far, and their bytes; what ranks share, each of them counts. Also how the
+    layers round their inputs, each way once (`QuantizedWeight.quantizes_inputs`).
+    """
 
     num_weights: int = 0
     num_bytes: int = 0
+    roundings: set[str] = field(default_factory=set[str])
 
     def add(self, weight: LayerWeight) -> None:
         self.num_weights += weight.shape.numel()
         self.num_bytes += weight.nbytes
+        if isinstance(weight, QuantizedWeight) and weight.quantizes_inputs is not None:
+            self.roundings.add(weight.quantizes_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +282,9 @@ class Weights:
             ]
         weight = found[0]
         assert isinstance(weight, QuantizedWeight)
-        self.size.add(weight)
         if self.load_quantization.activations and weight.has_integers and weight.quantizes_inputs is None:
             weight = replace(weight, quantizes_inputs="by group")
+        self.size.add(weight)
         return weight
 
     def of_expert(

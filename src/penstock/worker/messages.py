@@ -59,8 +59,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     drafter's under separate names; its KV at a position depends on the following `num_tokens_ahead` tokens.
     `expert_memories` are the names of the memory of a layer's experts, if experts move; those of a drafter are among
     them. `arithmetic` names the kernels: those with another name give other last bits. `read` lists what was read of
-    the checkpoints. `lora_targets` are the projections that adapters may change, by name. `kernels`, `device_name`,
-    `num_threads`, `num_weights` and `weight_bytes` are for display (`EngineInfo`).
+    the checkpoints. `roundings` are the ways in which layers round their inputs to 8 bits: "by row" as a W8A8
+    checkpoint says, "by group" by `quantize_activations`. `lora_targets` are the projections that adapters may change,
+    by name. `kernels`, `device_name`, `num_threads`, `num_weights` and `weight_bytes` are for display (`EngineInfo`).
     """
 
     shard: ShardId
@@ -76,6 +77,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_weights: int = 0
     weight_bytes: int = 0
+    roundings: tuple[str, ...] = ()
     lora_targets: dict[str, LoraTarget] = msgspec.field(default_factory=dict[str, LoraTarget])
     expert_memories: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
 

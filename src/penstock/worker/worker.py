@@ -135,6 +135,7 @@ class LoadedWorker:
             read=loaded.read,
             num_weights=loaded.size.num_weights,
             weight_bytes=loaded.size.num_bytes,
+            roundings=tuple(sorted(loaded.size.roundings)),
             kernels=parts.kernels,
             device_name=parts.device_name,
             num_threads=native.num_threads(),
