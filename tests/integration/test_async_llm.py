@@ -16,9 +16,12 @@ from penstock import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.config.model import read_model_json
 from penstock.config.model_path import resolve_model_path
+from penstock.config.replicas import CorePlan
 from penstock.frontend import async_llm
 from penstock.frontend import llm as llm_module
+from penstock.frontend.core_client import CoreClient
 from penstock.messages.outputs import RequestOutput
+from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError
 
 STORY = "Once upon a time"
@@ -84,6 +87,40 @@ def test_a_start_resolves_the_configuration_once(
         run(stopping)
     with pytest.raises(ConfigError, match="is quantized"):
         resolve(EngineArgs(**arguments))
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> list[CoreClient]:
+    """The clients of the cores that the test starts."""
+    found: list[CoreClient] = []
+    start = CoreClient.start
+
+    async def starting(plan: CorePlan) -> CoreClient:
+        found.append(await start(plan))
+        return found[-1]
+
+    monkeypatch.setattr(CoreClient, "start", starting)
+    return found
+
+
+def test_the_tokenizer_is_read_while_the_core_loads(
+    run: Run, clients: list[CoreClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loading(config: EngineConfig) -> Tokenizer | None:
+        assert [client.ready.done() for client in clients] == [False]
+        return load_tokenizer(config)
+
+    monkeypatch.setattr(async_llm, "load_tokenizer", loading)
+    engine = run(AsyncLLM.start(max_model_len=64))
+    assert engine.get_tokenizer().max_tokens == 64
+    run(engine.shutdown())
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_core(run: Run, clients: list[CoreClient], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run(AsyncLLM.start(max_model_len=64, tokenizer=str(tmp_path)))
+    assert [client.death is None for client in clients] == [False]
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutpu
 from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.request_log import EngineObserver
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, RequestError
 from penstock.utils.machine import count_gpus, numa_nodes
@@ -60,12 +60,13 @@ class AsyncLLM:
         config: EngineConfig,
         cores: list[RestartingCore],
         ready: Sequence[Ready],
+        tokenizer: Tokenizer | None,
         observers: ReplicaObservers,
     ) -> None:
         """`cores` and what their engines have reported, in the order of the ranks: one core each, or one for all."""
         self.config = config
         self._limits = _narrowest(each.limits for each in ready)
-        self._front_end: FrontEnd = build_front_end(config, self._limits)
+        self._front_end: FrontEnd = build_front_end(config, self._limits, tokenizer)
         self.text_work = TextWork()
         self._grammars = make_grammar_checker(config, self._front_end.tokenizer)
         self._clock = SystemClock()
@@ -73,7 +74,6 @@ class AsyncLLM:
         self._adapter_change = asyncio.Lock()
         self._cleaning: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
-        tokenizer = self._front_end.tokenizer
         self.replicas = tuple(
             Replica(core, each, tokenizer, observers(rank), self._on_restart)
             for rank, (core, each) in enumerate(zip(cores * config.parallel.num_joint_engines, ready, strict=True))
@@ -101,11 +101,12 @@ class AsyncLLM:
         try:
             for plan in plans:
                 clients.append(await CoreClient.start(plan))
-            ready = [each for core in await asyncio.gather(*(client.ready for client in clients)) for each in core]
-            cores = [
-                RestartingCore(plan, client, restart_on_failure) for plan, client in zip(plans, clients, strict=True)
-            ]
-            return cls(config.on_device(ready[0].info.device), cores, ready, observers)
+            # A large vocabulary takes seconds, in which the cores load.
+            loading = asyncio.gather(*(client.ready for client in clients))
+            tokenizer, loaded = await asyncio.gather(asyncio.to_thread(load_tokenizer, config), loading)
+            ready = [each for core in loaded for each in core]
+            cores = [RestartingCore(plan, each, restart_on_failure) for plan, each in zip(plans, clients, strict=True)]
+            return cls(config.on_device(ready[0].info.device), cores, ready, tokenizer, observers)
         except BaseException:
             await asyncio.gather(*(client.shutdown() for client in clients))
             raise
@@ -407,7 +408,7 @@ class AsyncLLM:
         limits = _narrowest(replica.limits for replica in self.replicas)
         if limits != self._limits:
             self._limits = limits
-            self._front_end = build_front_end(self.config, limits)
+            self._front_end = build_front_end(self.config, limits, self._front_end.tokenizer)
 
 
 def _narrowest(limits: Iterable[SchedulerConfig]) -> SchedulerConfig:

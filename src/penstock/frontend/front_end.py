@@ -32,9 +32,11 @@ class FrontEnd:
         return self.tokenizer
 
 
-def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
-    """Builds the tokenizer and the request checks for a built engine core."""
-    tokenizer = load_tokenizer(config, limits.max_model_len)
+def build_front_end(config: EngineConfig, limits: SchedulerConfig, tokenizer: Tokenizer | None = None) -> FrontEnd:
+    """Builds the tokenizer, if it is not given, and the request checks for a built engine core."""
+    tokenizer = tokenizer or load_tokenizer(config)
+    if tokenizer is not None:
+        tokenizer.max_tokens = limits.max_model_len
     generation = read_json(config.model.path / "generation_config.json") or {}
     processor = InputProcessor(
         tokenizer=tokenizer,

@@ -49,7 +49,8 @@ class AddedToken:
 class Tokenizer:
     """Wraps the `tokenizers` library; encoding and decoding are thread-safe.
 
-    `max_tokens` is the maximum of a prompt: a text that must have more is refused before it is tokenized.
+    `max_tokens` is the maximum of a prompt: a text that must have more is refused before it is tokenized. It may be
+    changed at any time.
     """
 
     def __init__(self, folder: Path, vocab_size: int, max_tokens: int | None = None) -> None:
@@ -66,7 +67,7 @@ class Tokenizer:
         # The file's settings for training batches must not affect prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._bound = find_text_bound(self.backend)
         size = self.backend.get_vocab_size(with_added_tokens=True)
         if size > vocab_size:
@@ -157,14 +158,14 @@ class Tokenizer:
 
     def check_length(self, text: str) -> None:
         """Raises RequestError if the text must have more tokens than a prompt may; takes negligible time."""
-        if self._bound is None or self._max_tokens is None:
+        if self._bound is None or self.max_tokens is None:
             return
         # Smaller texts are always tokenized, so that the error states the number of tokens.
-        if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self._max_tokens:
+        if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self.max_tokens:
             return
         raise RequestError(
             f"the text has {len(text)} characters, which are at least {num_tokens} tokens; "
-            f"max_model_len={self._max_tokens}",
+            f"max_model_len={self.max_tokens}",
             "prompt",
             "context_length_exceeded",
         )
@@ -223,11 +224,11 @@ def _special_token(config: Mapping[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, Mapping) else value
 
 
-def load_tokenizer(config: EngineConfig, max_tokens: int | None = None) -> Tokenizer | None:
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Loads the configured tokenizer; None if the engine has none. Raises ConfigError."""
     if config.tokenizer_path is None:
         return None
-    return Tokenizer(config.tokenizer_path, config.model.vocab_size, max_tokens)
+    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
 
 
 def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
