@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import msgspec
@@ -61,3 +63,9 @@ def test_the_startup_lines(case: Case) -> None:
     lines = describe_engine("demo", msgspec.structs.replace(ONE, **case.changes)).splitlines()
     assert case.line in lines
     assert any("ranks" in line for line in lines) == (len(case.changes) > 0 and "tensor_parallel_size" in case.changes)
+
+
+def test_the_engine_core_of_a_server_starts_before_fastapi_is_imported() -> None:
+    """That takes a second, as long as the core needs to import torch."""
+    command = "import sys, penstock.server.run; sys.exit(bool({'fastapi', 'pydantic'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=60)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from penstock.config.server import ServerArgs
 from penstock.frontend.async_llm import AsyncLLM
@@ -19,20 +19,22 @@ from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.metrics.request_log import EngineObserver
 from penstock.metrics.tracing import RequestTracer, make_tracer
-from penstock.server.app import create_admin_app, create_app
 from penstock.server.connections import Connection
 from penstock.server.openai.reasoning_formats import make_reasoning_format
 from penstock.server.openai.tool_calls.registry import make_format
-from penstock.server.service import Service
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.hosts import in_url
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from penstock.server.service import Service
+
 logger = logging.get_logger(__name__)
 
-_LOOPBACK = "127.0.0.1"
-_BACKLOG = 2048
+_LOOPBACK, _BACKLOG = "127.0.0.1", 2048
 # Clients that connect in this time still receive the reason; then the server exits with its exit code.
 _DEATH_NOTICE_SECONDS = 3.0
 _FLUSH_SECONDS = 5
@@ -71,19 +73,21 @@ async def serve(
     tracer = None if args.otlp_traces_endpoint is None else make_tracer(args.otlp_traces_endpoint, model=names[0])
     shared: list[EngineObserver] = [rates, *([] if tracer is None else [tracer])]
     announce(f"Loading {engine_args['model']} ...")
-    llm = await AsyncLLM.start(
+    starting = AsyncLLM.start(
         observers=lambda rank: [metrics.engine(rank), *shared],
         restart_on_failure=args.restart_on_failure,
         **engine_args,
     )
+    # FastAPI and the routes take a second, in which the engine core starts.
+    app, llm = await asyncio.gather(asyncio.to_thread(importlib.import_module, "penstock.server.app"), starting)
     try:
         on_loaded(llm.info)
         service = _make_service(llm, args, names, metrics, rates)
         await _load_loras(service)
-        servers = [_make_server(create_app(service), args)]
+        servers = [_make_server(app.create_app(service), args)]
         sockets = [public]
         if admin is not None:
-            servers.append(_make_server(create_admin_app(service), args))
+            servers.append(_make_server(app.create_admin_app(service), args))
             sockets.append(admin)
         for bound in sockets:
             # From here on clients can connect: they wait in the backlog until the server accepts them.
@@ -98,6 +102,8 @@ async def serve(
 def _make_service(
     llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], metrics: PrometheusMetrics, rates: RecentRates
 ) -> Service:
+    from penstock.server.service import Service
+
     for rank, replica in enumerate(llm.replicas):
         metrics.engine(rank).watch(replica)
     tokenizer = llm.get_tokenizer() if llm.has_tokenizer else None
@@ -173,8 +179,7 @@ async def _run(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    pairs = zip(servers, sockets, strict=True)
-    serving = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in pairs]
+    serving = [asyncio.create_task(server.serve(sockets=[each])) for server, each in zip(servers, sockets, strict=True)]
     await _first(stop.wait(), service.llm.wait_until_dead(), *serving)
     if service.llm.death is None:
         await _drain(service, hurry, announce)
