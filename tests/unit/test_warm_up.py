@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,10 +74,20 @@ def test_warm_up_takes_the_real_paths(drafts: int, depth: int, compiles_kernels:
     assert any(new.request.sampling_params.logprobs is not None for new in prefills)
 
 
+@pytest.mark.parametrize(("compiles_kernels", "num_steps"), [(False, 3 + 1), (True, 3 * len(KINDS) + 3)])
+def test_requests_together_end_with_their_prompts_unless_kernels_are_compiled(
+    compiles_kernels: bool, num_steps: int
+) -> None:
+    plans = warmed_up(0, 1, compiles_kernels).plans
+    assert len([plan for plan in plans if plan.num_scheduled_tokens]) == num_steps
+
+
 @pytest.mark.parametrize("compiles_kernels", [False, True])
 def test_every_kind_of_sampling_runs_alone_only_if_kernels_are_compiled_for_it(compiles_kernels: bool) -> None:
     prompts = [plan.new_requests for plan in warmed_up(0, 1, compiles_kernels).plans if plan.new_requests]
     alone = [new.request.sampling_params for (new, *others) in prompts if not others]
     together = [new.request.sampling_params for new in prompts[-1]]
-    assert together == [SamplingParams(**dict[str, Any](kind)) for kind in KINDS]
-    assert alone == together[: len(KINDS) if compiles_kernels else 1]
+    kinds = [SamplingParams(**dict[str, Any](kind)) for kind in KINDS]
+    most = 16 if compiles_kernels else 1
+    assert together == [replace(kind, min_tokens=min(kind.min_tokens, most)) for kind in kinds]
+    assert alone == kinds[: len(KINDS) if compiles_kernels else 1]

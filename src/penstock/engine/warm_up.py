@@ -26,8 +26,8 @@ _MAX_BLOCKS = 256
 
 def warm_up(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]], compiles: bool) -> None:
     """Runs a few requests on each engine, one at a time and then as many together as possible. Requests of each kind
-    run one at a time only if that `compiles` kernels: one of them is enough otherwise. Raises ConfigError if a kernel
-    refuses the model on first use, and EngineDeadError for other failures.
+    run one at a time only if that `compiles` kernels: one of them is enough otherwise, and of those together their
+    prompts. Raises ConfigError if a kernel refuses the model on first use, and EngineDeadError for other failures.
     """
     try:
         _run(executor, engines, len(KINDS) if compiles else 1)
@@ -47,7 +47,7 @@ def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheCon
     # The engines differ at most in the lengths that their memory permits.
     limits, _ = engines[0]
     for count, together in ((num_alone, 1), (len(KINDS), min(limits.max_num_seqs, limits.max_num_queued_requests))):
-        waiting = [list(_requests(limits))[:count] for limits, _ in engines]
+        waiting = [list(_requests(limits, 3 if together == 1 or num_alone > 1 else 1))[:count] for limits, _ in engines]
         while waiting[0]:
             for core, requests in zip(cores, waiting, strict=True):
                 for request in requests[:together]:
@@ -57,10 +57,11 @@ def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheCon
                 step_together(cores, waits=True)
 
 
-def _requests(limits: SchedulerConfig) -> Iterator[EngineRequest]:
+def _requests(limits: SchedulerConfig, most: int) -> Iterator[EngineRequest]:
+    """Yields one of each kind, of at most so many tokens that are not drafts."""
     num_prompt_tokens = min(2 + limits.max_num_drafts, limits.max_model_len - 1)
     # A pooling request ends with its prompt.
-    max_tokens = 1 if limits.is_pooling else min(3 + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
+    max_tokens = 1 if limits.is_pooling else min(most + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
     for number, kind in enumerate(KINDS):
         yield EngineRequest(
             request_id=f"warm-up-{number}",
