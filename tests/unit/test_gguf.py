@@ -7,6 +7,7 @@ import random
 import time
 import tracemalloc
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ def test_blocks_have_the_values_that_ggml_defines(name: str, tmp_path: Path) -> 
             assert isinstance(found, QuantizedWeight)
             assert found.bits == (4 if name == "MXFP4" else int(name[1]))
             assert torch.equal(found.dequantize(), expected[part])
+
+
+def test_codes_of_a_file_are_not_looked_through_for_some_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many bits of a block cannot be another number, and the bytes of a large model take a second."""
+
+    def amax(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("codes are read again")
+
+    data = (random_blocks(gguf.GGMLQuantizationType.Q4_K, np.random.default_rng(0)), gguf.GGMLQuantizationType.Q4_K)
+    write(tmp_path / "a.gguf", {**embedding(), "blk.0.ffn_up.weight": data}, **SHAPE)
+    with closing(GGUFSource(tmp_path / "a.gguf")) as source:
+        monkeypatch.setattr(torch.Tensor, "amax", amax)
+        found = source.read(WEIGHT, (ROWS, INPUTS), (slice(None), slice(256, 512)))
+        assert isinstance(found, QuantizedWeight)
+        QuantizedWeight.cat([found, found])
+        with pytest.raises(AssertionError, match="read again"):
+            replace(found, has_sound_codes=False)
 
 
 def test_codes_of_a_layer_are_neighbours_and_their_memory_is_used_again(tmp_path: Path) -> None:

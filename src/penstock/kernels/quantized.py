@@ -59,7 +59,8 @@ class QuantizedWeight:
     row, and nothing else. "by group" there is one for each `input_group` of a row (`sum_groups`), and the weight is one
     that `has_integers`.
 
-    Raises ValueError if the tensors do not fit together, a scale is not finite, or a code stands for no number.
+    Raises ValueError if the tensors do not fit together, a scale is not finite, or a code stands for no number; codes
+    of a format that has no others need no check (`has_sound_codes`).
     """
 
     codes: torch.Tensor  # [rows, inputs] uint8, less than 2**bits
@@ -72,6 +73,7 @@ class QuantizedWeight:
     quantizes_inputs: Literal["by row", "by group"] | None = None
     factors: torch.Tensor | None = None  # [1 or 2, rows, blocks] float16
     factor_groups: int = 0
+    has_sound_codes: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_BITS or self.codebook.shape != (2**self.bits,) or self.codebook.dtype != torch.float32:
@@ -89,10 +91,10 @@ class QuantizedWeight:
             if values.is_floating_point() and not values.isfinite().all():
                 raise ValueError(f"{name} must be finite")
         self._check_factors()
-        is_number = self.codebook.isfinite()
-        if self.bits < 8 and self.codes.numel() and self.codes.amax() >= 2**self.bits:
-            raise ValueError(f"code {self.codes.amax().item()} does not fit {self.bits} bits")
-        if not is_number.all() and not is_number.to(self.codes.device)[self.codes.int()].all():
+        codes, is_number = self.codes[: 0 if self.has_sound_codes else None], self.codebook.isfinite()
+        if self.bits < 8 and codes.numel() and codes.amax() >= 2**self.bits:
+            raise ValueError(f"code {codes.amax().item()} does not fit {self.bits} bits")
+        if not is_number.all() and not is_number.to(codes.device)[codes.int()].all():
             raise ValueError("a code stands for no number")
         if self.quantizes_inputs == "by group" and not self.has_integers:
             raise ValueError("inputs are quantized by groups only for integers with scales, and with zeros or minima")

@@ -279,20 +279,20 @@ class _Format:
     def unpack(self, stored: np.ndarray, type: BlockType, memory: _Memory) -> QuantizedWeight:
         """Returns the weight of rows of blocks, [rows, row_bytes] uint8."""
         rows, inputs = len(stored), stored.shape[1] // type.num_bytes * type.values
-        blocks = stored.reshape(-1, type.num_bytes)
+        blocks, groups = stored.reshape(-1, type.num_bytes), (rows, inputs // self.group)
         codes = memory.take(rows * inputs).view(len(blocks), type.values)
         unpack_codes(blocks, self.low, self.high, codes)
         scales, minima, factors = self.numbers(blocks)
-        groups, bits = (rows, inputs // self.group), self.low.bits + self.high.bits
         return QuantizedWeight(
             codes.view(rows, inputs),
             self.codebook,
             scales.reshape(groups),
             self.group,
-            bits,
+            self.low.bits + self.high.bits,
             minima=None if minima is None else minima.reshape(groups),
             factors=None if factors is None else factors.view(rows, inputs // type.values, -1).movedim(2, 0),
             factor_groups=self.factor_groups,
+            has_sound_codes=True,
         )
 
 
