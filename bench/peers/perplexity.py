@@ -1,13 +1,16 @@
-"""The built-in model's perplexity in Penstock, llama.cpp and transformers, from the same GGUF files.
+"""The built-in model's perplexity in Penstock, llama.cpp and transformers, from the same files.
 
     PENSTOCK_PYTHON bench/peers/perplexity.py prepare FOLDER --text LICENSE
     LLAMA_PYTHON bench/peers/perplexity.py llama_cpp FOLDER
     PENSTOCK_PYTHON bench/peers/perplexity.py penstock FOLDER          # or penstock+int8: with rounded activations
     TRANSFORMERS_PYTHON bench/peers/perplexity.py transformers FOLDER
 
-The first line writes the model in bf16 and the tokens of the text and of additions, the model's own subject; llama.cpp
-writes the other files. transformers computes in float32 with the values that the `gguf` package reads there, rounded
-to bfloat16. Perplexity is as in `bench/quality.py`: of windows of 256 tokens that do not overlap.
+The first line writes the model in bf16, in every format of `quantized_checkpoint.py`, and the tokens of the text and of
+additions, the model's own subject; llama.cpp writes the other GGUF files, and reads no safetensors. transformers
+computes in float32: with the values of a GGUF file that the `gguf` package reads there, rounded to bfloat16, and with
+checkpoints that it loads itself, for which it needs `compressed-tensors`, `triton` for FP8 in blocks, and `optimum`,
+`gptqmodel` and `triton` for GPTQ and AWQ. `--formats` chooses some. Perplexity is as in `bench/quality.py`: of windows
+of 256 tokens that do not overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import numpy as np
 
 WINDOW, MOST_TOKENS = 256, 8192
-FORMATS = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
+GGUF = ("bf16", "q8_0", "q6_k", "q4_k_m", "q4_0")
 
 LogProbabilities = Callable[[list[int]], list[float]]
 """Returns the log probability of every token of a window but the first."""
@@ -33,6 +36,7 @@ LogProbabilities = Callable[[list[int]], list[float]]
 def prepare(folder: Path, text: Path) -> None:
     import gguf
     import gguf_header
+    from quantized_checkpoint import KINDS, rounded
     from safetensors import safe_open
 
     from penstock import LLM
@@ -61,6 +65,8 @@ def prepare(folder: Path, text: Path) -> None:
             kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else gguf.GGMLQuantizationType.BF16
             writer.add_tensor(own, gguf.quantize(values, kind), raw_dtype=kind)
     gguf_header.write(writer)
+    for kind in KINDS:
+        print(f"written: {rounded(demo, folder / kind, kind)}")
 
 
 @functools.cache
@@ -107,6 +113,22 @@ def penstock(file: Path, activations: str | None = None) -> LogProbabilities:
 
 
 def transformers(file: Path) -> LogProbabilities:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if file.suffix == ".gguf":
+        model = _of_gguf(file)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(file, dtype=torch.float32, device_map="cpu")
+
+    @torch.inference_mode()
+    def run(window: list[int]) -> list[float]:
+        return _of_logits(model(torch.tensor([window])).logits[0, :-1].double().numpy(), window)
+
+    return run
+
+
+def _of_gguf(file: Path) -> Any:
     import gguf
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,12 +143,7 @@ def transformers(file: Path) -> LogProbabilities:
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         state[name] = values.bfloat16().float().view_as(parameter)
     model.load_state_dict(state)
-
-    @torch.inference_mode()
-    def run(window: list[int]) -> list[float]:
-        return _of_logits(model(torch.tensor([window])).logits[0, :-1].double().numpy(), window)
-
-    return run
+    return model
 
 
 def _of_logits(logits: np.ndarray, window: list[int]) -> list[float]:
@@ -148,20 +165,25 @@ def main() -> None:
     parser.add_argument("engine", choices=("prepare", *ENGINES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path, default=Path("LICENSE"))
+    parser.add_argument("--formats", nargs="+", help="by default all that the engine reads")
     args = parser.parse_args()
     if args.engine == "prepare":
         prepare(args.folder, args.text)
         return
     texts = json.loads((args.folder / "ids.json").read_text())
-    engine = ENGINES[args.engine]
-    for kind in FORMATS:
-        run = engine(args.folder / f"{kind}.gguf")
+    engine, files = ENGINES[args.engine], [args.folder / f"{kind}.gguf" for kind in GGUF]
+    if args.engine != "llama_cpp":
+        files += sorted(file.parent for file in args.folder.glob("*/model.safetensors"))
+    for file in files:
+        if args.formats and file.stem not in args.formats:
+            continue
+        run = engine(file)
         line = []
         for name, ids in texts.items():
             windows = [ids[first : first + WINDOW] for first in range(0, len(ids) - 1, WINDOW)]
             found = [value for window in windows if len(window) > 1 for value in run(window)]
             line.append(f"{name} {math.exp(-sum(found) / len(found)):.3f}")
-        print(f"{args.engine} {kind}: {', '.join(line)}", flush=True)
+        print(f"{args.engine} {file.stem}: {', '.join(line)}", flush=True)
 
 
 main()

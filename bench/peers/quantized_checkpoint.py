@@ -1,46 +1,94 @@
-"""Writes random checkpoints of a Qwen3 shape in formats that Penstock and vLLM read: GPTQ and W8A8.
+"""Writes checkpoints in formats of quantized safetensors: random ones of a Qwen3 shape, or a model's weights rounded.
 
-vLLM 0.32.0 on a CPU and Penstock load both, and gave the same greedy tokens with two layers and 4,096 tokens of the
-0.6B shape.
+The integers are the nearest to the weights, without calibration. vLLM 0.32.0 on a CPU and Penstock load random GPTQ and
+W8A8, and gave the same greedy tokens with two layers and 4,096 tokens of the 0.6B shape.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-GROUP = 128
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-    "w8a8": {
+from tests.quantized_formats import Format, Tensors, awq, float8, gptq, int8, packed
+
+GROUP, SMALL_GROUP = 128, 32
+BLOCK = 128  # rows, and as many inputs, that share a scale
+
+_INPUTS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+def _blocks(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As the official FP8 checkpoints of DeepSeek-V3 and Qwen3; rows and inputs must be multiples of a block."""
+    blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scales = blocks.abs().amax((1, 3)) / 448
+    whole = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    tensors, values = float8(layer, weight, whole)
+    return {f"{layer}.weight": tensors[f"{layer}.weight"], f"{layer}.weight_scale_inv": scales}, values
+
+
+def _by_rows(layer: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    return float8(layer, weight, weight.float().abs().amax(1, keepdim=True) / 448)
+
+
+def _compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors, with the fields that its own reader needs."""
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": inputs}
+    return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": layout,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
-                "input_activations": {
-                    "num_bits": 8,
-                    "type": "int",
-                    "strategy": "token",
-                    "symmetric": True,
-                    "dynamic": True,
-                },
-            }
-        },
-    },
+        "config_groups": {"group_0": group},
+    }
+
+
+def _grouped(group: int, is_symmetric: bool) -> dict[str, Any]:
+    return {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": is_symmetric}
+
+
+def _rows(kind: str) -> dict[str, Any]:
+    return {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True}
+
+
+_INTEGERS: dict[str, Any] = {"bits": 4, "group_size": GROUP}
+KINDS: dict[str, Format] = {
+    "int4": (
+        _compressed("pack-quantized", _grouped(GROUP, True)),
+        lambda layer, weight: packed(layer, weight, 4, GROUP, True),
+    ),
+    "int4_zeros": (
+        _compressed("pack-quantized", _grouped(SMALL_GROUP, False)),
+        lambda layer, weight: packed(layer, weight, 4, SMALL_GROUP, False),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", **_INTEGERS, "desc_act": False, "sym": True},
+        lambda layer, weight: gptq(layer, weight, 4, GROUP, True),
+    ),
+    "awq": (
+        {"quant_method": "awq", **_INTEGERS, "version": "gemm", "zero_point": True},
+        lambda layer, weight: awq(layer, weight, GROUP),
+    ),
+    "fp8_blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+        _blocks,
+    ),
+    "fp8_rows": (_compressed("float-quantized", _rows("float")), _by_rows),
+    "fp8_dynamic": (_compressed("float-quantized", _rows("float"), {**_INPUTS, "type": "float"}), _by_rows),
+    "w8a8": (_compressed("int-quantized", _rows("int"), {**_INPUTS, "type": "int"}), int8),
 }
+"""Kind -> its `quantization_config`, and what writes a layer's weight."""
 
 
 def checkpoint(folder: Path, kind: str) -> Path:
-    """Returns the folder of a checkpoint in the shape of `folder`'s config.json, which is written there once."""
+    """Returns the folder of a random checkpoint in the shape of `folder`'s config.json, which is written there once."""
     made = folder / kind
     if made.exists():
         return made
@@ -48,7 +96,12 @@ def checkpoint(folder: Path, kind: str) -> Path:
     config = json.loads((folder / "config.json").read_text())
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    tensors = {"model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden).mul_(0.02).bfloat16()}
+    assert hidden % GROUP == inner % GROUP == 0, f"layers of {hidden} and {inner} inputs have no groups of {GROUP}"
+
+    def random(rows: int, inputs: int) -> torch.Tensor:
+        return torch.randn(rows, inputs).mul_(0.02).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": random(config["vocab_size"], hidden)}
     tensors["model.norm.weight"] = torch.ones(hidden).bfloat16()
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -66,34 +119,25 @@ def checkpoint(folder: Path, kind: str) -> Path:
     for number in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{number}"
         tensors |= {f"{prefix}.{name}.weight": torch.ones(width).bfloat16() for name, width in norms.items()}
-        for name, (rows, inputs) in layers.items():
-            tensors |= {f"{prefix}.{name}.{each}": tensor for each, tensor in _MAKERS[kind](rows, inputs).items()}
-    made.mkdir()
-    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    (made / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIGS[kind]}))
+        tensors |= {f"{prefix}.{name}.weight": random(*shape) for name, shape in layers.items()}
+    return _write(tensors, config, made, kind)
+
+
+def rounded(model: Path, made: Path, kind: str) -> Path:
+    """Writes a model of one file with the projections of its layers in a format, without a module that drafts."""
+    tensors = {name: tensor for name, tensor in load_file(model / "model.safetensors").items() if "mtp." not in name}
+    config = json.loads((model / "config.json").read_text())
+    config.pop("num_nextn_predict_layers", None)
+    return _write(tensors, config, made, kind)
+
+
+def _write(tensors: Tensors, config: dict[str, Any], made: Path, kind: str) -> Path:
+    quantization, write = KINDS[kind]
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        stored |= write(layer, tensor)[0] if re.search(r"\.layers\..*_proj$", layer) else {name: tensor}
+    made.mkdir(parents=True)
+    save_file(stored, made / "model.safetensors", metadata={"format": "pt"})
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return made
-
-
-def _gptq(rows: int, inputs: int) -> dict[str, torch.Tensor]:
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31, shape).int()
-
-    assert inputs % GROUP == 0, f"a layer of {inputs} inputs has no groups of {GROUP}: use another shape"
-    groups = inputs // GROUP
-    return {
-        "qweight": words(inputs // 8, rows),
-        # The integer 8 stands for zero, and zeros are stored less one.
-        "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),
-        "scales": torch.rand(groups, rows).mul_(0.02 / 8).half(),
-        "g_idx": torch.arange(inputs, dtype=torch.int32) // GROUP,
-    }
-
-
-def _w8a8(rows: int, inputs: int) -> dict[str, torch.Tensor]:
-    return {
-        "weight": torch.randint(-127, 128, (rows, inputs), dtype=torch.int8),
-        "weight_scale": torch.rand(rows, 1).mul_(0.02 / 64).bfloat16(),
-    }
-
-
-_MAKERS = {"gptq": _gptq, "w8a8": _w8a8}

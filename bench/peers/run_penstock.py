@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from quantized_checkpoint import CONFIGS, checkpoint
+from quantized_checkpoint import KINDS, checkpoint
 from workload import longest, measure
 
 from penstock import LLM, SamplingParams
@@ -21,7 +21,7 @@ def main() -> None:
     model = f"{folder}/{weights}.gguf"
     if weights == "bf16":
         model = folder
-    elif weights in CONFIGS:
+    elif weights in KINDS:
         model = str(checkpoint(Path(folder), weights))
     llm = LLM(
         model,

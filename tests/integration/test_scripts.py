@@ -82,7 +82,7 @@ SLOW = {
     "bench/offload.py": Trial(
         ("--model", TINY, "--prompt-len", "64", "--output-len", "4", "--rounds", "1"), "from memory"
     ),
-    "bench/peers/perplexity.py": Trial(("prepare", "OUT", "--text", "LICENSE"), "", seconds=60),
+    "bench/peers/perplexity.py": Trial(("prepare", "OUT", "--text", "LICENSE"), "w8a8"),
     "bench/peers/run.py": Trial((PENSTOCK, "--rounds", "1"), "", seconds=30),
     "bench/peers/run_penstock.py": Trial(("src/penstock/demo", "bf16", "1"), "decode_b1"),
     "bench/quantized.py": Trial(

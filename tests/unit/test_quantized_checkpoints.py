@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from penstock.models.sources.opening import open_weights
 from penstock.models.sources.source import ALL, Part
 from penstock.utils.errors import ConfigError
 from tests.quantized_formats import FORMATS, Tensors, auto_round, grouped_formats, micro_floats
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
+
+from quantized_checkpoint import KINDS, rounded
 
 ROWS, INPUTS = 48, 96
 WEIGHT = "layer.0.proj.weight"
@@ -85,6 +90,34 @@ def test_names_of_auto_rounds_packing(changes: dict[str, Any], offset: int, tmp_
     tensors, values = auto_round(WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS), 32, False, offset)
     (found,) = read(tmp_path, tensors, {**config, **changes}, ALL)
     assert torch.equal(dense(found), values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_of_the_comparison_with_peers(kind: str, tmp_path: Path) -> None:
+    """Its rows and inputs fill several blocks and groups, and their numbers differ."""
+    model, norm = tmp_path / "model", torch.rand(8).bfloat16()
+    weight = torch.randn(256, 384).mul_(0.1).bfloat16()
+    layer = "model.layers.0.mlp.down_proj"
+    tensors = {f"{layer}.weight": weight, "model.norm.weight": norm, "mtp.fc.weight": weight.clone()}
+    model.mkdir()
+    save_file(tensors, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps({"hidden_size": 8, "num_nextn_predict_layers": 1}))
+    made = rounded(model, tmp_path / "made" / kind, kind)
+    config = json.loads((made / "config.json").read_text())
+    assert config == {"hidden_size": 8, "quantization_config": KINDS[kind][0]}
+    quantization = read_quantization(made, config["quantization_config"])
+    with closing(open_weights(made, "auto", quantization=quantization)) as source:
+        found = source.read(f"{layer}.weight", weight.shape)
+        kept = source.read("model.norm.weight", norm.shape)
+        assert not source.has("mtp.fc.weight")
+    assert isinstance(kept, torch.Tensor)
+    assert torch.equal(kept, norm)
+    assert isinstance(found, QuantizedWeight)
+    assert found.bits == (8 if "8" in kind else 4)
+    assert (found.quantizes_inputs is not None) == (kind == "w8a8")
+    assert torch.equal(dense(found), KINDS[kind][1](layer, weight)[1])
+    # Half a step of the coarsest grid, of values up to about 0.45.
+    assert (dense(found) - weight).abs().max() < 0.05
 
 
 def test_what_is_not_quantized_passes_unchanged(tmp_path: Path) -> None:
