@@ -104,6 +104,21 @@ def test_a_pooling_engine_balances_too(path: Path) -> None:
     assert 0 < stats.balancedness <= 1
 
 
+def test_experts_that_are_rounded_when_they_are_read_move(path: Path) -> None:
+    """With their scales, and their inputs are rounded too."""
+    common = {**OPTIONS, "distributed_executor_backend": "uniproc", "quantization": "int4"}
+    alone: dict[str, Any] = {"enable_eplb": False, "eplb_config": None}
+    found: list[list[list[int]]] = []
+    for changes in (alone, {**alone, "quantize_activations": "int8"}, {"quantize_activations": "int8"}):
+        llm = LLM(str(path), **{**common, **changes})
+        found.append(generate(llm, 30))
+        num_moved = llm.stats().experts.num_moved
+        llm.check_integrity()
+        llm.shutdown()
+    assert num_moved > 4
+    assert found[0] != found[1] == found[2]
+
+
 def test_ranks_without_common_memory_are_refused(path: Path) -> None:
     executor = make_executor(resolve(EngineArgs(model=str(path), device="cpu", **OPTIONS)), shares_memory=False)
     try:

@@ -183,6 +183,14 @@ def test_tokens_are_those_of_an_engine_by_itself(families: Families, name: str, 
         assert all(each.connector["num_loads"] > 0 for each in stats)
 
 
+def test_experts_that_are_rounded_when_they_are_read(tmp_path: Path) -> None:
+    """Their inputs are rounded too."""
+    rounded = Families(tmp_path, {"quantization": "int4", "quantize_activations": "int8"})
+    with joint(rounded.path("deepseek-v3"), **rounded.arguments, **arguments_of("deepseek-v3", "balancing")) as engines:
+        assert engines.answers(PLACES["both"], 1) == rounded.expected("deepseek-v3")
+        assert engines.cores[0].stats().experts.num_moved > 0
+
+
 def test_the_load_of_all_engines_is_counted(families: Families, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one engine is idle, its experts' load comes from the other: every choice of every pass is counted once."""
     counted: list[int] = []

@@ -39,6 +39,10 @@ def test_rows_are_rounded_by_themselves() -> None:
     weight = torch.randn(8, 64).bfloat16()
     whole, part = quantize_absmax(weight, 4, 32), quantize_absmax(weight[3:5], 4, 32)
     assert torch.equal(whole.dequantize()[3:5], part.dequantize())
+    # The kind of a weight is that of no rows of it.
+    none = quantize_absmax(weight[:0], 4, 32)
+    assert none.is_like(whole)
+    assert none.shape == (0, 64)
 
 
 def outputs(**arguments: Any) -> Any:

@@ -360,7 +360,7 @@ def quantize_absmax(weight: torch.Tensor, bits: int, group: int) -> QuantizedWei
     extremes = padded.gather(2, padded.abs().argmax(2, keepdim=True))
     scales = (extremes / -zero).bfloat16()
     steps = padded / scales.float().where(scales != 0, 1.0)
-    codes = (steps.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8).view(rows, -1)[:, :inputs]
+    codes = (steps.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8).view(rows, count * group)[:, :inputs]
     codebook = integers(bits, zero) if bits == 4 else signed_integers(bits)
     codes = codes if bits == 4 else codes ^ 128
     return QuantizedWeight(codes.contiguous(), codebook, scales.squeeze(2), group, bits)
