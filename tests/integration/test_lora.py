@@ -296,6 +296,25 @@ def test_layers_round_their_inputs_with_an_adapter_and_without(rounded: Adapters
     llm.shutdown()
 
 
+def test_adapters_of_layers_that_are_quantized_in_part(tmp_path: Path) -> None:
+    """The rates of a gated delta net are in bfloat16, in one layer with gates in 4 bits, whose inputs are rounded."""
+    path = make_checkpoint("qwen3.5", tmp_path, torch.bfloat16)
+    path, _ = quantize_checkpoint(path, tmp_path, "packed with zero points")
+    options: dict[str, Any] = {**PLAIN, "enable_lora": True, "quantize_activations": "int8"}
+    llm = LLM(str(path), **options)
+    sizes = {name: (target.num_inputs, target.num_outputs) for name, target in llm.info.lora_targets.items()}
+    assert {"in_proj_z", "in_proj_a"} <= {name.rsplit(".", 1)[1] for name in sizes}
+    lora = LoRARequest("adapter", 1, str(write_adapter(tmp_path / "adapter", sizes)))
+    of = [request for request in requests()[:3] for _ in range(2)]
+    loras = [None, lora] * 3
+    alone = [Adapters.answers(llm, [request], [each])[0] for request, each in zip(of, loras, strict=True)]
+    llm.shutdown()
+    assert all(without != with_it for without, with_it in zip(alone[::2], alone[1::2], strict=True))
+    llm = LLM(str(path), **{**options, "tensor_parallel_size": 2, "max_num_batched_tokens": 24})
+    assert Adapters.answers(llm, of, loras) == alone
+    llm.shutdown()
+
+
 def test_kv_of_another_engine_is_that_of_the_adapter(adapters: Adapters, tmp_path: Path) -> None:
     common: dict[str, Any] = {"enable_prefix_caching": True, "distributed_executor_backend": "uniproc"}
     prefill = adapters.engine(kv_transfer_config=transfer_config("kv_producer"), tensor_parallel_size=2, **common)
