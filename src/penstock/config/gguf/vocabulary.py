@@ -32,7 +32,6 @@ _END_TOKENS = (
 # gpt-oss has these, and "<|end|>" between the messages of an answer.
 _HARMONY = {"<|return|>", "<|call|>"}
 # Words of models whose prompts begin with a token for it.
-# Words of models whose prompts begin with a token for it.
 _BEGINNING = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 # Longer tokens are no words, and splitting one takes time that grows with the square of its length.
 _MOST_CHARACTERS = 1024
