@@ -1,10 +1,116 @@
 // The engine for every storage type and processor: a tile is widened to fp32 once and all products are fp32. A cache of
-// integers is read as the fp32 products of integers and scales.
+// integers is read as the fp32 products of integers and scales. Few queries multiply a tile of bfloat16 without a copy of
+// it, which would take longer than their products.
 #pragma once
+
+#include <type_traits>
 
 #include "attention_tile.h"
 
 namespace penstock::ISA {
+
+constexpr int kFewRows = 6;  // queries that read a tile
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+constexpr bool kReadsRows = true;
+
+// Four pairs of adjacent dimensions of eight rows, from dimension d on: pairs[i] has pair i of each.
+inline __attribute__((always_inline)) void transpose_pairs(const bf16* const* rows, int64_t d, __m256i (&pairs)[4]) {
+    const auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + d)); };
+    __m256i r[4], t[4];
+    for (int i = 0; i < 4; ++i) r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
+    for (int i = 0; i < 4; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        pairs[2 * i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        pairs[2 * i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    }
+}
+
+// s [R, 8 N keys] = q [R, dim] of rows of bfloat16, each element one chain over the dimensions in ascending order.
+template <int R, int N, class Step>
+inline void score_rows(const float* q, const bf16* const* rows, int64_t dim, float* s, const Step& step) {
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    Register acc[R][N];
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) acc[r][n] = spread(0);
+    for (int64_t d = 0; d < dim; d += 8) {
+        step();
+        for (int n = 0; n < N; ++n) {
+            __m256i pairs[4];
+            transpose_pairs(rows + 8 * n, d, pairs);
+            for (int i = 0; i < 4; ++i) {
+                const Register even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs[i], 16));
+                const Register odd = _mm256_castsi256_ps(_mm256_and_si256(pairs[i], high));
+                for (int r = 0; r < R; ++r) {
+                    const float* at = q + r * dim + d + 2 * i;
+                    acc[r][n] = multiply_add(spread(at[1]), odd, multiply_add(spread(at[0]), even, acc[r][n]));
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) write(s + r * kTile + 8 * n, acc[r][n]);
+}
+
+// acc [R, 8 N numbers] += weights [R, kTile] of rows of bfloat16, each element one chain over ascending keys.
+template <int R, int N, class Step>
+inline void add_rows(const float* weights, const bf16* const* rows, int64_t d, float* acc, int64_t stride,
+                     const Step& step) {
+    Register sums[R][N];
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) sums[r][n] = read(acc + r * stride + d + 8 * n);
+    for (int key = 0; key < kTile; ++key) {
+        step();
+        for (int n = 0; n < N; ++n) {
+            const Register value = read(rows[key] + d + 8 * n);
+            for (int r = 0; r < R; ++r)
+                sums[r][n] = multiply_add(spread(weights[r * kTile + key]), value, sums[r][n]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) write(acc + r * stride + d + 8 * n, sums[r][n]);
+}
+
+// The products of `count` queries, four at a time and then two; dim is a multiple of 16.
+template <class Step>
+inline void score_rows(int count, const float* q, const bf16* const* rows, int64_t dim, float* s, const Step& step) {
+    for (; count > 2; count -= 4, q += 4 * dim, s += 4 * kTile)
+        for (int key = 0; key < kTile; key += 16)
+            count == 3 ? score_rows<3, 2>(q, rows + key, dim, s + key, step)
+                       : score_rows<4, 2>(q, rows + key, dim, s + key, step);
+    for (int key = 0; key < kTile && count > 0; key += 32)
+        count == 1 ? score_rows<1, 4>(q, rows + key, dim, s + key, step)
+                   : score_rows<2, 4>(q, rows + key, dim, s + key, step);
+}
+
+template <int N, class Step>
+inline void add_rows(int count, const float* weights, const bf16* const* rows, int64_t d, float* acc, int64_t stride,
+                     const Step& step) {
+    if (count == 1) add_rows<1, N>(weights, rows, d, acc, stride, step);
+    if (count == 2) add_rows<2, N>(weights, rows, d, acc, stride, step);
+    if (count == 3) add_rows<3, N>(weights, rows, d, acc, stride, step);
+    if (count > 3) add_rows<4, N>(weights, rows, d, acc, stride, step);
+}
+
+template <class Step>
+inline void add_rows(int count, const float* weights, const bf16* const* rows, int64_t dim, float* acc,
+                     const Step& step) {
+    for (; count > 0; count -= 4, weights += 4 * kTile, acc += 4 * dim) {
+        int64_t d = 0;
+        for (; d + 32 <= dim && count <= 2; d += 32) add_rows<4>(count, weights, rows, d, acc, dim, step);
+        for (; d < dim; d += 16) add_rows<2>(count, weights, rows, d, acc, dim, step);
+    }
+}
+
+#else
+
+constexpr bool kReadsRows = false;
+
+#endif
 
 struct FloatUnit {
     using Item = float;
@@ -21,7 +127,7 @@ public:
 
     static size_t bytes(Shape shape) {
         const int64_t rows = kGroups * kGroup * shape.head_dim, tile = kTile * (shape.head_dim + shape.padded_dim());
-        return sizeof(float) * (rows + tile + kGroup * kTile) + 4 * 64;
+        return sizeof(float) * (rows + tile + kGroup * kTile) + sizeof(C) * shape.head_dim + 5 * 64;
     }
 
     FloatEngine(Arena& arena, Shape shape)
@@ -31,9 +137,11 @@ public:
           queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
           keys_(arena.zeros<float>(dim_ * kTile)),
           values_(arena.zeros<float>(kTile * padded_)),
-          weights_(arena.zeros<float>(kGroup * kTile)) {}
+          weights_(arena.zeros<float>(kGroup * kTile)),
+          zeros_(arena.zeros<C>(dim_)) {}
 
     void set_queries(int group, const T* const* rows, int count) {
+        most_rows_ = group && most_rows_ > count ? most_rows_ : count;
         for (int row = 0; row < count; ++row) {
             float* to = queries_ + (group * kGroup + row) * dim_;
             for (int64_t d = 0; d < dim_; d += kLanes)
@@ -43,6 +151,7 @@ public:
 
     void set_tile(const KVTile<C>& tile, Prefetch<C>& prefetch) {
         prefetch_ = &prefetch;
+        if (reads_rows()) return find_rows(tile);
         for (int key = 0; key < kTile; ++key) {
             prefetch.issue(2 * prefetch.share(kTile));
             if (key % 4 == 0) set_keys(tile, key);
@@ -56,18 +165,42 @@ public:
     }
 
     void scores(int group, int count, float* s) const {
-        multiply<FloatUnit>(queries_ + group * kGroup * dim_, dim_, keys_, kTile, s, kTile, count, kTile, dim_, false,
-                            *prefetch_);
+        const float* q = queries_ + group * kGroup * dim_;
+        if constexpr (kCanReadRows)
+            if (reads_rows())
+                return with_prefetch(*prefetch_, dim_ / 8, [&](const auto& step) {
+                    score_rows(count, q, key_rows_, dim_, s, step);
+                });
+        multiply<FloatUnit>(q, dim_, keys_, kTile, s, kTile, count, kTile, dim_, false, *prefetch_);
     }
 
     Weight* weights() { return weights_; }
 
     void accumulate(int count, float* acc) const {
+        if constexpr (kCanReadRows)
+            if (reads_rows())
+                return with_prefetch(*prefetch_, kTile, [&](const auto& step) {
+                    add_rows(count, weights_, value_rows_, value_dim_, acc, step);
+                });
         multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, count, padded_, kTile, true,
                             *prefetch_);
     }
 
 private:
+    static constexpr bool kCanReadRows = kReadsRows && std::is_same<C, bf16>::value;
+
+    bool reads_rows() const {
+        return kCanReadRows && most_rows_ <= kFewRows && dim_ % 16 == 0 && value_dim_ % 16 == 0;
+    }
+
+    void find_rows(const KVTile<C>& tile) {
+        for (int key = 0; key < kTile; ++key) {
+            const int64_t at = key % kSpan * row_size<C>(dim_);
+            key_rows_[key] = is_seen(tile, key) ? tile.keys[key / kSpan] + at : zeros_;
+            value_rows_[key] = is_seen(tile, key) ? tile.values[key / kSpan] + at : zeros_;
+        }
+    }
+
     static bool is_seen(const KVTile<C>& tile, int key) { return key >= tile.begin && key < tile.end; }
 
     // Of a key that is not seen there is nothing to read.
@@ -97,6 +230,9 @@ private:
     float* const keys_;     // [head_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
     float* const weights_;  // [kGroup, kTile]
+    C* const zeros_;        // [head_dim]
+    int most_rows_ = 0;     // of a group
+    const C *key_rows_[kTile], *value_rows_[kTile];
     Prefetch<C>* prefetch_ = nullptr;
 };
 
