@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -43,14 +44,17 @@ def traffic() -> dict[str, list[str]]:
 
 
 def milliseconds_to_first_token() -> list[float]:
-    """Returns the times of single requests, each with cold processor caches, like a request after a pause."""
+    """Returns the times of single requests, each with cold processor caches, like a request after a pause. They have
+    different lengths: steps of as many rows as one before are recorded and repeated, which is faster.
+    """
     llm = LLM(max_model_len=600)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     found: list[float] = []
     for number in range(NUM_REQUESTS):
         np.ones(16_000_000).sum()
         started = time.perf_counter()
-        llm.generate([f"Request {number} tells a story about a cat and {number} dogs"], params, use_tqdm=False)
+        prompt = "A request tells a story about a cat" + " and" * (7 * number % NUM_REQUESTS)
+        llm.generate([prompt], params, use_tqdm=False)
         found.append(1000 * (time.perf_counter() - started))
     llm.shutdown()
     return found
@@ -74,5 +78,5 @@ def test_the_first_request_is_not_slower() -> None:
     ratios: list[float] = []
     for _ in range(NUM_TRIES):
         times = in_a_new_process("milliseconds_to_first_token")
-        ratios.append(times[0] / times[-1])
+        ratios.append(times[0] / statistics.median(times[1:]))
     assert min(ratios) <= ALLOWED_RATIO, ratios
