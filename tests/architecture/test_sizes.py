@@ -25,7 +25,7 @@ BUDGETS = {
     "cli": 1654,
     "config": 3908,
     "core": 1996,
-    "engine": 995,
+    "engine": 993,
     "executor": 583,
     "frontend": 1841,
     "grammar": 352,

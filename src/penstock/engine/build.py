@@ -192,18 +192,9 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
     return Engine(core, transfer.transfer.connector, config, limits, info)
 
 
-_ROUNDED_BY = {"by row": "W8A8 checkpoint", "by group": "quantize_activations"}
-
-
-def _roundings(facts: Sequence[WorkerFacts]) -> list[str]:
-    """Returns what makes layers round their inputs, in words."""
-    found = {rounding for each in facts for rounding in each.roundings}
-    return [words for rounding, words in _ROUNDED_BY.items() if rounding in found]
-
-
 def _check_rounding(config: EngineConfig, facts: Sequence[WorkerFacts]) -> None:
     """Raises ConfigError if inputs are to be rounded and no layer does so."""
-    if config.load_quantization.activations and not _roundings(facts):
+    if config.load_quantization.activations and not any(each.roundings for each in facts):
         raise ConfigError(
             f"quantize_activations=int8 would change nothing: no layer of {config.model.path} has weights in integers. "
             "They are floats, dummies, or in GPTQ's act-order: use another checkpoint, or leave it out"
@@ -211,9 +202,12 @@ def _check_rounding(config: EngineConfig, facts: Sequence[WorkerFacts]) -> None:
 
 
 def _weight_formats(config: EngineConfig, facts: Sequence[WorkerFacts]) -> str:
+    """Returns the formats of the weights, and what makes layers round their inputs, in words."""
     rounded, stored = config.load_quantization, config.model.quantization
     name = stored.name if stored is not None else f"int{rounded.layers}" if rounded.layers else config.model.dtype
-    by = ", ".join(_roundings(facts))
+    found = {way for each in facts for way in each.roundings}
+    causes = {"by row": "W8A8 checkpoint", "by group": "quantize_activations"}
+    by = ", ".join(words for way, words in causes.items() if way in found)
     return f"{name} with int8 activations ({by})" if by else name
 
 
