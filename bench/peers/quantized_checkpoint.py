@@ -1,7 +1,6 @@
 """Writes checkpoints in formats of quantized safetensors: random ones of a Qwen3 shape, or a model's weights rounded.
 
-The integers are the nearest to the weights, without calibration. vLLM 0.32.0 on a CPU and Penstock load random GPTQ and
-W8A8, and gave the same greedy tokens with two layers and 4,096 tokens of the 0.6B shape.
+The integers are the nearest to the weights, without calibration.
 """
 
 from __future__ import annotations
