@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from penstock.router import service
 from penstock.router.dispatcher import Limits
-from penstock.router.exchange import Timeouts
+from penstock.router.exchange import Exchanges, Timeouts
 from tests.unit.router_stubs import (
     PATH,
     SECONDS,
@@ -59,6 +61,30 @@ def test_requests_are_queued_and_refused_when_the_queue_is_full() -> None:
             waits.is_complete.set()
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}
 
+    run(check)
+
+
+def test_nothing_is_kept_for_the_address_of_an_instance_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances come and go, and each may have an address of its own."""
+    made: list[Exchanges] = []
+
+    def make(*arguments: Any) -> Exchanges:
+        made.append(Exchanges(*arguments))
+        return made[0]
+
+    async def check() -> None:
+        waits = Gathering(4)
+        stub = serve(waits.answer)
+        async with routed(stub) as client:
+            asked = [asyncio.create_task(client.ask()) for _ in range(3)]
+            await until(lambda: stub.num_requests == 3)
+            assert sum(map(len, made[0]._scopes.values())) == 3
+            waits.is_complete.set()
+            await asyncio.gather(*asked)
+            await until(lambda: client.router.dispatcher.num_live == 0)
+            assert not made[0]._scopes
+
+    monkeypatch.setattr(service, "Exchanges", make)
     run(check)
 
 

@@ -430,7 +430,7 @@ class Exchanges:
     def _on_prefilled(self, attempt: _Attempt, scope: asyncio.Timeout, task: asyncio.Task[Any]) -> None:
         is_done = not task.cancelled() and task.exception() is None
         self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=is_done)
-        is_waiting = scope in self._scopes[attempt.plan.target.url] and attempt.request.phase is Phase.PLANNED
+        is_waiting = scope in self._scopes.get(attempt.plan.target.url, ()) and attempt.request.phase is Phase.PLANNED
         if is_waiting and _failure_of(task) is not None:
             scope.reschedule(0)
 
@@ -454,6 +454,9 @@ class Exchanges:
             yield
         finally:
             del scopes[scope]
+            if not scopes:
+                # Instances come and go, each with an address of its own.
+                del self._scopes[instance.url]
 
 
 @contextlib.asynccontextmanager
