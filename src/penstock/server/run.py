@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import signal
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -18,7 +18,7 @@ from penstock.messages.engine_info import EngineInfo
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.metrics.request_log import EngineObserver
-from penstock.metrics.tracing import RequestTracer, make_tracer
+from penstock.metrics.tracing import make_tracer
 from penstock.server.connections import Connection
 from penstock.server.openai.reasoning_formats import make_reasoning_format
 from penstock.server.openai.tool_calls.registry import make_format
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_LOOPBACK, _BACKLOG = "127.0.0.1", 2048
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 2048
 # Clients that connect in this time still receive the reason; then the server exits with its exit code.
 _DEATH_NOTICE_SECONDS = 3.0
 _FLUSH_SECONDS = 5
@@ -84,19 +85,18 @@ async def serve(
         on_loaded(llm.info)
         service = _make_service(llm, args, names, metrics, rates)
         await _load_loras(service)
-        servers = [_make_server(app.create_app(service), args)]
-        sockets = [public]
+        servers = {public: _make_server(app.create_app(service), args)}
         if admin is not None:
-            servers.append(_make_server(app.create_admin_app(service), args))
-            sockets.append(admin)
-        for bound in sockets:
+            servers[admin] = _make_server(app.create_admin_app(service), args)
+        for bound in servers:
             # From here on clients can connect: they wait in the backlog until the server accepts them.
             bound.listen(_BACKLOG)
         announce(_addresses(service, public, admin))
-        return await _run(service, servers, sockets, announce)
+        return await _run(service, servers, announce)
     finally:
         await llm.shutdown()
-        await _flush(tracer)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
 
 
 def _make_service(
@@ -169,9 +169,7 @@ def _addresses(service: Service, public: socket.socket, admin: socket.socket | N
     return "\n".join(lines)
 
 
-async def _run(
-    service: Service, servers: Sequence[_Server], sockets: Sequence[socket.socket], announce: Callable[[str], None]
-) -> int:
+async def _run(service: Service, servers: Mapping[socket.socket, _Server], announce: Callable[[str], None]) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -179,7 +177,7 @@ async def _run(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    serving = [asyncio.create_task(server.serve(sockets=[each])) for server, each in zip(servers, sockets, strict=True)]
+    serving = [asyncio.create_task(server.serve(sockets=[bound])) for bound, server in servers.items()]
     await _first(stop.wait(), service.llm.wait_until_dead(), *serving)
     if service.llm.death is None:
         await _drain(service, hurry, announce)
@@ -190,7 +188,7 @@ async def _run(
     service.closing.set()
     # Unfinished requests receive an error instead of a broken connection.
     await service.llm.shutdown()
-    for server in servers:
+    for server in servers.values():
         server.should_exit = True
     await asyncio.gather(*serving)
     return code
@@ -214,8 +212,3 @@ async def _first(*waits: Any, timeout: float | None = None) -> None:
     for task, wait in zip(tasks, waits, strict=True):
         if task is not wait:
             task.cancel()
-
-
-async def _flush(tracer: RequestTracer | None) -> None:
-    if tracer is not None:
-        await asyncio.to_thread(tracer.shutdown)
