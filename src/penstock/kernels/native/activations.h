@@ -6,10 +6,10 @@
 namespace penstock::ISA {
 namespace {
 
-inline Vec sigmoid_denominator(Vec x) { return splat(1) + exp2(x * splat(-1.44269504f)); }
+PENSTOCK_INLINE Vec sigmoid_denominator(Vec x) { return splat(1) + exp2(x * splat(-1.44269504f)); }
 
 // log(1 + e^x), relative error below 1e-6.
-inline Vec softplus(Vec x) {
+PENSTOCK_INLINE Vec softplus(Vec x) {
     const Vec zero = splat(0), magnitude = larger(x, zero - x), u = exp2(magnitude * splat(-1.44269504f));
     // log(1 + u) = 2 artanh(s), and s is at most a third.
     const Vec s = u / (u + splat(2)), square = s * s;
@@ -28,7 +28,7 @@ void silu_and_mul_row(const T* gate, const T* up, T* out, int64_t width) {
 }
 
 // x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-inline Vec gelu_tanh(Vec x) {
+PENSTOCK_INLINE Vec gelu_tanh(Vec x) {
     const Vec u = splat(0.79788456f) * fma(splat(0.044715f) * x * x, x, x);
     return x / (splat(1) + exp2(u * splat(-2 * 1.44269504f)));
 }

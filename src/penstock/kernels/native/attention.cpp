@@ -134,7 +134,7 @@ struct SoftmaxState {
 };
 
 // The scores s [kTile] of one row, minus infinity except for the keys [from, to).
-inline void load_scores(const float* s, int from, int to, Vec (&x)[kTile / kLanes]) {
+PENSTOCK_INLINE void load_scores(const float* s, int from, int to, Vec (&x)[kTile / kLanes]) {
     for (int i = 0; i < kTile / kLanes; ++i) x[i] = load(s + i * kLanes);
     if (from > 0 || to < kTile)
         for (int i = 0; i < kTile / kLanes; ++i) x[i] = keep_lanes(x[i], from - i * kLanes, to - i * kLanes);

@@ -16,7 +16,7 @@ constexpr int kFewRows = 6;  // queries that read a tile
 constexpr bool kReadsRows = true;
 
 // Four pairs of adjacent dimensions of eight rows, from dimension d on: pairs[i] has pair i of each.
-inline __attribute__((always_inline)) void transpose_pairs(const bf16* const* rows, int64_t d, __m256i (&pairs)[4]) {
+PENSTOCK_INLINE void transpose_pairs(const bf16* const* rows, int64_t d, __m256i (&pairs)[4]) {
     const auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + d)); };
     __m256i r[4], t[4];
     for (int i = 0; i < 4; ++i) r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
@@ -114,8 +114,8 @@ constexpr bool kReadsRows = false;
 
 struct FloatUnit {
     using Item = float;
-    static Vec vector(const float* b) { return load(b); }
-    static Vec step(Vec acc, float a, Vec b) { return fma(splat(a), b, acc); }
+    static PENSTOCK_INLINE Vec vector(const float* b) { return load(b); }
+    static PENSTOCK_INLINE Vec step(Vec acc, float a, Vec b) { return fma(splat(a), b, acc); }
 };
 
 template <class T, class C = T>

@@ -131,7 +131,7 @@ public:
     int64_t share(int64_t steps) const { return (lines() / phases_ + steps - 1) / steps; }
 
     // Calls no function: the compiler would move the sums of the computation to memory and back for it.
-    inline __attribute__((always_inline)) void issue(int64_t lines) {
+    PENSTOCK_INLINE void issue(int64_t lines) {
         for (; lines > 0 && at_ < end_; --lines) {
             __builtin_prefetch(at_, 0, 3);
             at_ += 64;
@@ -140,7 +140,7 @@ public:
     }
 
 private:
-    inline __attribute__((always_inline)) void begin_piece() {
+    PENSTOCK_INLINE void begin_piece() {
         if (piece_ == num_pieces_) return;
         at_ = pieces_[piece_++];
         end_ = at_ + piece_bytes_;
@@ -161,9 +161,8 @@ private:
 // c [R, N vectors] (+)= a [R, k] b [k, N vectors], each element one chain over k in ascending order. Calls `step` before
 // every element of it.
 template <class Unit, int R, int N, class Step>
-inline __attribute__((always_inline)) void multiply_block(const typename Unit::Item* a, int64_t lda,
-                                                          const typename Unit::Item* b, int64_t ldb, float* c,
-                                                          int64_t ldc, int64_t k, bool add, const Step& step) {
+PENSTOCK_INLINE void multiply_block(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b,
+                                    int64_t ldb, float* c, int64_t ldc, int64_t k, bool add, const Step& step) {
     Vec acc[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) acc[r][n] = add ? load(c + r * ldc + n * kLanes) : splat(0);

@@ -18,6 +18,9 @@
 #error "compile with -DISA=<instruction set>"
 #endif
 
+// Of functions of several vectors, or of a vector of several registers: a call would pass them in memory.
+#define PENSTOCK_INLINE inline __attribute__((always_inline))
+
 #define PENSTOCK_CONCAT_(a, b, c) a##b##_##c
 #define PENSTOCK_CONCAT(a, b, c) PENSTOCK_CONCAT_(a, b, c)
 #define PENSTOCK_EXPORT(type, name) \

@@ -12,22 +12,34 @@
 namespace penstock::ISA {
 namespace {
 
-// 1 / sqrt(mean of squares + eps) of x [count].
-template <class T>
-float inverse_rms(const T* x, int64_t count, float eps) {
-    Vec squares[4] = {splat(0), splat(0), splat(0), splat(0)};
-    for (int64_t i = 0, lane_group = 0; i < count; i += kLanes, ++lane_group) {
-        const Vec a = load_first(x + i, count - i);
-        squares[lane_group % 4] = fma(a, a, squares[lane_group % 4]);
-    }
-    const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+// The sum over a row of `count`: add(i, part) adds the lanes from i on to one of four parts.
+template <class Add>
+PENSTOCK_INLINE float sum_row(int64_t count, const Add& add) {
+    constexpr int kParts = 4;
+    Vec parts[kParts] = {splat(0), splat(0), splat(0), splat(0)};
+    int64_t i = 0;
+    for (; i + kParts * kLanes <= count; i += kParts * kLanes)
+        for (int part = 0; part < kParts; ++part) parts[part] = add(i + part * kLanes, parts[part]);
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part, i += kLanes)
+        if (i < count) parts[part] = add(i, parts[part]);
+    return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+}
+
+// 1 / sqrt(mean of squares + eps) of a row of `count`, whose lanes from i on are lanes(i).
+template <class Lanes>
+PENSTOCK_INLINE float inverse_rms(int64_t count, float eps, const Lanes& lanes) {
+    const float total = sum_row(count, [&](int64_t i, Vec squares) {
+        const Vec a = lanes(i);
+        return fma(a, a, squares);
+    });
     return 1.0f / std::sqrt(total / static_cast<float>(count) + eps);
 }
 
 // One vector of a normalised row: x times the inverse is rounded to T before a weight of T is applied, and not rounded
 // before a weight of float.
 template <class T, class W>
-Vec normalized(Vec x, float inverse, const W* weight, int64_t count) {
+PENSTOCK_INLINE Vec normalized(Vec x, float inverse, const W* weight, int64_t count) {
     const Vec quotient = x * splat(inverse), w = load_first(weight, count);
     if constexpr (std::is_same_v<T, W>) return round_to<T>(quotient) * w;
     return quotient * w;
@@ -35,14 +47,15 @@ Vec normalized(Vec x, float inverse, const W* weight, int64_t count) {
 
 template <class T, class W>
 void rms_norm_row(const T* x, T* residual, const W* weight, T* out, int64_t hidden, float eps) {
-    if (residual) {
-        for (int64_t i = 0; i < hidden; i += kLanes) {
-            const Vec total = load_first(x + i, hidden - i) + load_first(residual + i, hidden - i);
+    const float inverse = inverse_rms(hidden, eps, [&](int64_t i) {
+        Vec total = load_first(x + i, hidden - i);
+        if (residual) {
+            total = round_to<T>(total + load_first(residual + i, hidden - i));
             store_first(residual + i, total, hidden - i);
         }
-        x = residual;
-    }
-    const float inverse = inverse_rms(x, hidden, eps);
+        return total;
+    });
+    if (residual) x = residual;
     for (int64_t i = 0; i < hidden; i += kLanes) {
         const Vec a = load_first(x + i, hidden - i);
         store_first(out + i, normalized<T>(a, inverse, weight + i, hidden - i), hidden - i);
@@ -81,13 +94,13 @@ void multiply_by_sigmoid(void* x, const void* gate, int64_t rows, int64_t width,
 
 // One vector of x + residual; `residual` may be null.
 template <class T>
-Vec sum_with(const T* x, const T* residual, int64_t count) {
+PENSTOCK_INLINE Vec sum_with(const T* x, const T* residual, int64_t count) {
     const Vec a = load_first(x, count);
     return residual ? a + load_first(residual, count) : a;
 }
 
 // `lanes` zeroed from the `count`-th on.
-inline Vec only_first(Vec lanes, int64_t count) {
+PENSTOCK_INLINE Vec only_first(Vec lanes, int64_t count) {
     if (count >= kLanes) return lanes;
     alignas(64) float values[kLanes];
     store(values, lanes);
@@ -95,23 +108,14 @@ inline Vec only_first(Vec lanes, int64_t count) {
     return load(values);
 }
 
-// The sum of f(i), lanes of the row from i on, over a row of `count`.
-template <class Lanes>
-float sum_row(int64_t count, const Lanes& f) {
-    Vec parts[4] = {splat(0), splat(0), splat(0), splat(0)};
-    for (int64_t i = 0, lane_group = 0; i < count; i += kLanes, ++lane_group)
-        parts[lane_group % 4] = parts[lane_group % 4] + only_first(f(i), count - i);
-    return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
-}
-
 template <class T>
 void layer_norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* out, int64_t hidden, float eps) {
     const auto lanes = [&](int64_t i) { return sum_with(x + i, residual ? residual + i : nullptr, hidden - i); };
-    const float mean = sum_row(hidden, lanes) / static_cast<float>(hidden);
-    const Vec middle = splat(mean);
-    const float squares = sum_row(hidden, [&](int64_t i) {
+    const float total = sum_row(hidden, [&](int64_t i, Vec part) { return part + only_first(lanes(i), hidden - i); });
+    const Vec middle = splat(total / static_cast<float>(hidden));
+    const float squares = sum_row(hidden, [&](int64_t i, Vec part) {
         const Vec distance = lanes(i) - middle;
-        return distance * distance;
+        return part + only_first(distance * distance, hidden - i);
     });
     const Vec inverse = splat(1.0f / std::sqrt(squares / static_cast<float>(hidden) + eps));
     for (int64_t i = 0; i < hidden; i += kLanes) {
@@ -132,7 +136,7 @@ void layer_norm(const void* x, const void* residual, const void* weight, const v
 
 // x Phi(x), with the normal distribution Phi by formula 7.1.26 of Abramowitz and Stegun for the error function, which
 // is off by at most 1.5e-7. It gives the tail Phi(-|x|) itself, so that nothing is cancelled where x is negative.
-inline Vec gelu_erf(Vec x) {
+PENSTOCK_INLINE Vec gelu_erf(Vec x) {
     const Vec magnitude = larger(x, splat(0) - x), z = magnitude * splat(0.70710678f);
     const Vec t = splat(1) / fma(splat(0.3275911f), z, splat(1));
     Vec p = splat(1.061405429f);
@@ -243,10 +247,11 @@ void rotate(const T* x, T* out, const float* cos_sin, int64_t rotary_dim, int64_
 template <class T, class W>
 const T* norm_head(const Rope& rope, const T* x, T* normed, const W* norm) {
     if (!norm) return x;
-    const float inverse = inverse_rms(x, rope.head_dim, rope.eps);
+    const auto lanes = [&](int64_t i) { return load_first(x + i, rope.head_dim - i); };
+    const float inverse = inverse_rms(rope.head_dim, rope.eps, lanes);
     for (int64_t i = 0; i < rope.head_dim; i += kLanes) {
         const int64_t left = rope.head_dim - i;
-        store_first(normed + i, normalized<T>(load_first(x + i, left), inverse, norm + i, left), left);
+        store_first(normed + i, normalized<T>(lanes(i), inverse, norm + i, left), left);
     }
     return normed;
 }

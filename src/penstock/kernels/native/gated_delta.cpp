@@ -240,7 +240,7 @@ private:
     }
 
     // Stores x times the factor, and adds its product with the key to `found`.
-    static Vec decay_cell(float* cell, Vec x, Vec factor, Vec key, Vec found) {
+    static PENSTOCK_INLINE Vec decay_cell(float* cell, Vec x, Vec factor, Vec key, Vec found) {
         const Vec kept = x * factor;
         store(cell, kept);
         return fma(kept, key, found);

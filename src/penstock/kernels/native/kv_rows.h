@@ -100,7 +100,7 @@ class RowReader {
 public:
     RowReader(const C* at, int64_t) : at_(at) {}
     // `count` of them, or kLanes if there are more, from dimension d on.
-    Vec read(int64_t d, int64_t count) const { return load_first(at_ + d, count); }
+    PENSTOCK_INLINE Vec read(int64_t d, int64_t count) const { return load_first(at_ + d, count); }
 
 private:
     const C* at_;
@@ -112,7 +112,7 @@ public:
     RowReader(const int8_t* at, int64_t dim) : at_(at) {
         if (at) std::memcpy(&scale_, at + dim, sizeof scale_);
     }
-    Vec read(int64_t d, int64_t count) const { return load_first(at_ + d, count) * splat(scale_); }
+    PENSTOCK_INLINE Vec read(int64_t d, int64_t count) const { return load_first(at_ + d, count) * splat(scale_); }
 
 private:
     const int8_t* at_;

@@ -54,7 +54,7 @@ struct Prefetch {
     int64_t step;  // bytes
 
     // Into the second-level cache, because fetched data is used a whole panel later.
-    inline __attribute__((always_inline)) void advance() {
+    PENSTOCK_INLINE void advance() {
         for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(at + byte, 0, 2);
         at += step;
     }

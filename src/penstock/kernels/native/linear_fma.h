@@ -123,8 +123,7 @@ struct Fma {
 
     // The sums of the vectors [first, first + kSome) of the panel's columns.
     template <int kCount, class Weight, int kSome, bool kFetches>
-    static inline __attribute__((always_inline)) void accumulate(const Tile<Element>& tile, int first,
-                                                                 Prefetch& prefetch, float* all) {
+    static PENSTOCK_INLINE void accumulate(const Tile<Element>& tile, int first, Prefetch& prefetch, float* all) {
         Vector sums[kCount][kSome];
         all += first * kLanes;
 #pragma GCC unroll 16

@@ -95,7 +95,7 @@ struct GroupSum {
     Pairs16 pairs{};
 
     // `number` is that of the products in a run of them.
-    inline __attribute__((always_inline)) void add(int number, Codes codes, Integers x) {
+    PENSTOCK_INLINE void add(int number, Codes codes, Integers x) {
 #if defined(__AVX2__)
         if constexpr (!kAddsWords) {
             const Pairs16 products = kMost == 1 ? multiply_bytes(magnitudes_of(codes), with_signs(x, codes))
@@ -156,8 +156,7 @@ struct GroupSums {
         }
     }
 
-    static inline __attribute__((always_inline)) void pack_group(const uint16_t* inputs, char* packed, int64_t rows,
-                                                                 InputGroup& group) {
+    static PENSTOCK_INLINE void pack_group(const uint16_t* inputs, char* packed, int64_t rows, InputGroup& group) {
         const float magnitude = largest_magnitude(inputs, kGroup), factor = integer_factor(magnitude);
         int32_t integers[kGroup];
         round_inputs<kGroup>(inputs, factor, integers);
@@ -189,7 +188,7 @@ struct GroupSums {
         }
 
         // Of one unit: for inputs 0, 2, 4 and 6, for 1, 3, 5 and 7, and the same of the next eight.
-        inline __attribute__((always_inline)) void unpack(const char* unit, int part, Codes (&codes)[4]) const {
+        PENSTOCK_INLINE void unpack(const char* unit, int part, Codes (&codes)[4]) const {
             if constexpr (kKind == kIntegers) {
                 for (int number = 0; number < 4; ++number) {
                     codes[number] = load_code_words(unit + (number * kPanel + part * kLanes) * 4);
@@ -214,9 +213,8 @@ struct GroupSums {
     };
 
     // The scales of kLanes columns of a group, and its zeros or minima if there are any.
-    static inline __attribute__((always_inline)) void load_factors(const Quantization& quantization,
-                                                                   const QuantizedPanel& panel, const GroupNumbers& group,
-                                                                   int64_t at, Vector& scale, Vector& offset) {
+    static PENSTOCK_INLINE void load_factors(const Quantization& quantization, const QuantizedPanel& panel,
+                                             const GroupNumbers& group, int64_t at, Vector& scale, Vector& offset) {
         const char* second = group.numbers + panel.array_bytes;
         if (panel.factor_groups) {
             scale = multiplied(group.numbers, group.factors, at);

@@ -48,7 +48,7 @@ inline float integer_factor(float magnitude) {
 
 // Rounds the multiples of inputs to nearest even, as vLLM does it.
 template <int kCount>
-inline __attribute__((always_inline)) void round_inputs(const uint16_t* inputs, float factor, int32_t* integers) {
+PENSTOCK_INLINE void round_inputs(const uint16_t* inputs, float factor, int32_t* integers) {
     for (int i = 0; i < kCount; ++i) {
         const float scaled = factor == 0 ? 0 : widen_bits(inputs[i]) * factor;
         const float limited = scaled > kLargest ? kLargest : scaled < -kLargest ? -kLargest : scaled;

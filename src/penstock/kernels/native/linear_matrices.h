@@ -60,8 +60,7 @@ struct Matrices : Fma<BFloat> {
 
     // The sums of kSome pairs of columns from pair `first` on, [rows, kPanel].
     template <int kCount, int kSome>
-    static inline __attribute__((always_inline)) void accumulate(const Tile<Element>& tile, int first, Prefetch& prefetch,
-                                                                 float* sums) {
+    static PENSTOCK_INLINE void accumulate(const Tile<Element>& tile, int first, Prefetch& prefetch, float* sums) {
         constexpr int kRowPairs = (kCount + 1) / 2;
         float32x4_t all[kRowPairs][kSome];
 #pragma GCC unroll 4

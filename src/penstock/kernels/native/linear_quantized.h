@@ -98,7 +98,7 @@ struct QuantizedPanel {
 
     // Calls take(numbers, units, count) for the units of the inputs in a range that begins with one, group after group.
     template <class Take>
-    inline __attribute__((always_inline)) void each_group(const char* weight, Range inputs, const Take& take) const {
+    PENSTOCK_INLINE void each_group(const char* weight, Range inputs, const Take& take) const {
         while (inputs.begin < inputs.end) {
             const int64_t number = inputs.begin / group, end = smaller(inputs.end, (number + 1) * group);
             const char* numbers = at(weight, number);
@@ -310,9 +310,8 @@ template <int kKind, int kForm>
 struct Numbers {
     Vector scale, zero, minimum;  // with kFused, `minimum` is what is added
 
-    static inline __attribute__((always_inline)) Numbers load(const Quantization& quantization,
-                                                              const QuantizedPanel& panel, const GroupNumbers& group,
-                                                              int64_t at) {
+    static PENSTOCK_INLINE Numbers load(const Quantization& quantization, const QuantizedPanel& panel,
+                                        const GroupNumbers& group, int64_t at) {
         const int64_t type = quantization.number_type;
         const char* header = group.numbers;
         Numbers numbers{};
@@ -339,7 +338,7 @@ struct Numbers {
         }
         return numbers;
     }
-    inline __attribute__((always_inline)) Vector value(Vector code) const {
+    PENSTOCK_INLINE Vector value(Vector code) const {
         if constexpr (kForm == kFused) return multiply_add(code, scale, minimum);
         if constexpr (kForm == kAffine) code = minus(code, zero);
         code = times(code, scale);
@@ -349,7 +348,7 @@ struct Numbers {
 };
 
 template <int kKind>
-inline __attribute__((always_inline)) Vector from_bytes(const char* codes, const Quantization& quantization) {
+PENSTOCK_INLINE Vector from_bytes(const char* codes, const Quantization& quantization) {
     if constexpr (kKind == kIntegers) return from_integers(codes);
     if constexpr (kKind == kFloats) return from_floats(codes);
     return from_table(codes, quantization.codebook);
@@ -411,7 +410,7 @@ struct ColumnUnits {
     static constexpr int more_at(int bits, int input) { return (input % 8 / 2 * 4 + input / 8 * 2 + input % 2) * bits; }
 
     template <int kBits>
-    static inline __attribute__((always_inline)) void store_codes(char* unit, int64_t column, const uint8_t* codes) {
+    static PENSTOCK_INLINE void store_codes(char* unit, int64_t column, const uint8_t* codes) {
         if constexpr (kBits == 8 && kInWords) {
             for (int number = 0; number < 4; ++number) {
                 const uint64_t some = low_bits<8, 16>(load_codes(codes + number / 2 * 8) >> number % 2 * 8);
@@ -440,10 +439,9 @@ struct ColumnUnits {
 
     // Calls take(input, vector of columns, values) for every input of a unit.
     template <int kKind, int kForm, class Take>
-    static inline __attribute__((always_inline)) void each_input(const Quantization& quantization,
-                                                                 const Codebook& codebook,
-                                                                 const Numbers<kKind, kForm>& numbers,
-                                                                 const char* unit, int part, const Take& take) {
+    static PENSTOCK_INLINE void each_input(const Quantization& quantization, const Codebook& codebook,
+                                           const Numbers<kKind, kForm>& numbers, const char* unit, int part,
+                                           const Take& take) {
         constexpr int kMore = code_bits(kKind) - 4;
         if constexpr (kMore < 4) {
             Words more{};
@@ -553,7 +551,7 @@ struct ColumnUnits {
 // is the first byte of a half word for the first half of the columns, and the second for the other.
 struct PairUnits {
     template <int kBits>
-    static inline __attribute__((always_inline)) void store_codes(char* unit, int64_t column, const uint8_t* codes) {
+    static PENSTOCK_INLINE void store_codes(char* unit, int64_t column, const uint8_t* codes) {
         if constexpr (kBits == 8) {
             for (int64_t pair = 0; pair < 8; ++pair) memcpy(unit + (pair * kPanel + column) * 2, codes + pair * 2, 2);
         } else {
@@ -594,7 +592,7 @@ struct PairUnits {
     }
     // The bits from `at` on in the place of those above the fourth.
     template <int kKind>
-    static inline __attribute__((always_inline)) __m512i look_up(const Table& table, __m512i codes, __m512i more, int at) {
+    static PENSTOCK_INLINE __m512i look_up(const Table& table, __m512i codes, __m512i more, int at) {
         if constexpr (code_bits(kKind) == 4) return _mm512_permutexvar_epi16(codes, table.first);
         more = at < 4 ? _mm512_slli_epi16(more, 4 - at) : _mm512_srli_epi16(more, at - 4);
         // Of three bits, the first where the third is set, and else the second.
@@ -607,9 +605,8 @@ struct PairUnits {
 
     // Numbers of 8 columns, each twice.
     template <int kKind, int kForm>
-    static inline __attribute__((always_inline)) void load_group(const Quantization& quantization,
-                                                                 const QuantizedPanel& panel, const GroupNumbers& header,
-                                                                 Numbers<kKind, kForm> (&numbers)[kVectors]) {
+    static PENSTOCK_INLINE void load_group(const Quantization& quantization, const QuantizedPanel& panel,
+                                           const GroupNumbers& header, Numbers<kKind, kForm> (&numbers)[kVectors]) {
         const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
         const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
         for (int half = 0; half < 2; ++half) {
@@ -627,7 +624,7 @@ struct PairUnits {
     // Calls take(pair, panel, values of 4 vectors) for every pair of inputs of a unit in one or more panels, which are
     // `distance` bytes apart.
     template <int kPanels, int kKind, int kForm, class Take>
-    static inline __attribute__((always_inline)) void each_pair(
+    static PENSTOCK_INLINE void each_pair(
         const Quantization& quantization, const Table& table, const Numbers<kKind, kForm> (&numbers)[kPanels][kVectors],
         const char* units, int64_t distance, const Take& take) {
         const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
@@ -677,7 +674,7 @@ struct PairUnits {
     // The instruction that rounds takes numbers below the least normal one for zero, as do those that multiply; but such
     // a number may round to the least normal one.
     template <bool kExtremes>
-    static inline __attribute__((always_inline)) __m512i narrow(Vector low, Vector high) {
+    static PENSTOCK_INLINE __m512i narrow(Vector low, Vector high) {
         if constexpr (kExtremes) low = rounded_extremes(low), high = rounded_extremes(high);
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }

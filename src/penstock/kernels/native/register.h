@@ -103,16 +103,26 @@ inline Register read(const f16* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 inline void write(float* to, Register a) { _mm256_storeu_ps(to, a); }
-// To nearest even by adding half a unit, or just under it; a NaN keeps its top half, made quiet.
-inline void write(bf16* to, Register a) {
+// The upper half of every lane is `a` as bf16. To nearest even by adding half a unit, or just under it; a NaN keeps its top
+// half, made quiet.
+inline __m256i round_upper(Register a) {
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
-    const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0b1000);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(narrow));
+    return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+// Writes the lanes of both.
+inline void write(bf16* to, Register a, Register b) {
+    const __m256i narrow =
+        _mm256_packus_epi32(_mm256_srli_epi32(round_upper(a), 16), _mm256_srli_epi32(round_upper(b), 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(narrow, 0b11011000));
+}
+inline void write(bf16* to, Register a) {
+    const __m256i high = _mm256_srli_epi32(round_upper(a), 16);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
 }
 inline void write(f16* to, Register a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));

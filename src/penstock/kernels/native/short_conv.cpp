@@ -33,7 +33,7 @@ public:
 
 private:
     // The inputs of the convolution at token `t`, sixteen channels from `channel` on.
-    Vec input(const Span& span, int64_t request, int64_t t, int64_t channel) const {
+    PENSTOCK_INLINE Vec input(const Span& span, int64_t request, int64_t t, int64_t channel) const {
         if (t < span.pending) return load(draft(request, t) + channel);
         const T* row = bcx_ + (span.first_row + t - span.pending) * 3 * layer_.channels() + channel;
         return round_to<T>(load(row) * load(row + 2 * layer_.channels()));
