@@ -78,6 +78,7 @@ SLOW = {
     "bench/kernels/recurrent.py": Trial(
         ("--seconds", "0.01", "--prompts", "16", "--batches", "1", "--threads", "1"), "prompt of 16"
     ),
+    "bench/kernels/rows.py": Trial(("--rows", "1", "--seconds", "0.01", "--threads", "1"), "add_rms_norm rows=1"),
     "bench/kv_cache.py": Trial(("--model", TINY, "--context", "64", "--rounds", "1"), "int8"),
     "bench/offload.py": Trial(
         ("--model", TINY, "--prompt-len", "64", "--output-len", "4", "--rounds", "1"), "from memory"
