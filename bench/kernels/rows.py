@@ -1,8 +1,7 @@
-"""Kernels that compute rows by themselves, on each instruction set, against their references in torch.
+"""Row-wise kernels on each instruction set against their references in torch: norms, rotary embedding, activations.
 
-These stand around the matrix products of a layer: norms, rotary embeddings with the store into the KV cache,
-activations. The sizes are Qwen3-0.6B's. Contenders alternate, so a busy moment of the machine affects them alike;
-figures are median microseconds of a call whose operands are in the caches.
+The sizes are Qwen3-0.6B's. Contenders alternate, so a busy moment of the machine affects them alike; figures are median
+microseconds of a call whose operands are in the caches.
 
     python bench/kernels/rows.py --threads 1 --rows 1,32,256 --isa avx2
 """
