@@ -178,6 +178,7 @@ void softmax(const float* s, int rows, const int* from, const int* to, float sca
 }
 
 // Adds the result of a range to that of all ranges before it: each the largest score of a row, its denominator and acc.
+// It runs once per range; inlined by force it slows down the loop over tiles around it.
 inline void merge(const float largest, const Vec denominator, const float* acc, float scale_log2e, float& total_largest,
                   Vec& total_denominator, float* total, int64_t padded_dim) {
     const float now = total_largest > largest ? total_largest : largest;

@@ -18,7 +18,7 @@
 #error "compile with -DISA=<instruction set>"
 #endif
 
-// Of functions of several vectors, or of a vector of several registers: a call would pass them in memory.
+// For functions that take or return vectors: a call that is not inlined would pass those of several registers in memory.
 #define PENSTOCK_INLINE inline __attribute__((always_inline))
 
 #define PENSTOCK_CONCAT_(a, b, c) a##b##_##c

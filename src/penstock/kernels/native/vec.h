@@ -2,8 +2,6 @@
 // over lanes, and with it every bit of a result, is the same in every set.
 #pragma once
 
-#include <type_traits>
-
 #include "register.h"
 
 namespace penstock::ISA {
@@ -151,17 +149,18 @@ PENSTOCK_INLINE Vec round_to(Vec a) {
 #if defined(__AVX512F__)
     return widen(narrow(a, T{}), T{});
 #else
-#if defined(__AVX2__)
-    if constexpr (std::is_same_v<T, bf16>)
-        return each_register([&](int i) {
-            return (Register)_mm256_and_si256(round_upper(a.part[i]), _mm256_set1_epi32(static_cast<int>(0xffff0000)));
-        });
-#endif
     T rounded[kLanes];
     store(rounded, a);
     return load(rounded);
 #endif
 }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <>
+PENSTOCK_INLINE Vec round_to<bf16>(Vec a) {
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    return each_register([&](int i) { return (Register)_mm256_and_si256(round_upper(a.part[i]), upper); });
+}
+#endif
 template <>
 PENSTOCK_INLINE Vec round_to<float>(Vec a) {
     return a;
