@@ -11,6 +11,15 @@ namespace penstock::ISA {
 
 constexpr int kFewRows = 6;  // queries that read a tile
 
+// The keys [begin, end) of a tile.
+struct KeyRange {
+    int begin, end;
+
+    int count() const { return end - begin; }
+    // With the others of the blocks of `size` keys that they are in.
+    KeyRange in_blocks(int size) const { return {begin / size * size, (end + size - 1) / size * size}; }
+};
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
 constexpr bool kReadsRows = true;
@@ -56,14 +65,14 @@ inline void score_rows(const float* q, const bf16* const* rows, int64_t dim, flo
         for (int n = 0; n < N; ++n) write(s + r * kTile + 8 * n, acc[r][n]);
 }
 
-// acc [R, 8 N numbers] += weights [R, kTile] of rows of bfloat16, each element one chain over ascending keys.
+// acc [R, 8 N numbers] += weights [R, kTile] of some rows of bfloat16, each element one chain over ascending keys.
 template <int R, int N, class Step>
-inline void add_rows(const float* weights, const bf16* const* rows, int64_t d, float* acc, int64_t stride,
+inline void add_rows(const float* weights, const bf16* const* rows, KeyRange keys, int64_t d, float* acc, int64_t stride,
                      const Step& step) {
     Register sums[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) sums[r][n] = read(acc + r * stride + d + 8 * n);
-    for (int key = 0; key < kTile; ++key) {
+    for (int key = keys.begin; key < keys.end; ++key) {
         step();
         for (int n = 0; n < N; ++n) {
             const Register value = read(rows[key] + d + 8 * n);
@@ -77,32 +86,38 @@ inline void add_rows(const float* weights, const bf16* const* rows, int64_t d, f
 
 // The products of `count` queries, four at a time and then two; dim is a multiple of 16.
 template <class Step>
-inline void score_rows(int count, const float* q, const bf16* const* rows, int64_t dim, float* s, const Step& step) {
+inline void score_rows(int count, const float* q, const bf16* const* rows, KeyRange keys, int64_t dim, float* s,
+                       const Step& step) {
     for (; count > 2; count -= 4, q += 4 * dim, s += 4 * kTile)
-        for (int key = 0; key < kTile; key += 16)
+        for (int key = keys.begin; key < keys.end; key += 16)
             count == 3 ? score_rows<3, 2>(q, rows + key, dim, s + key, step)
                        : score_rows<4, 2>(q, rows + key, dim, s + key, step);
-    for (int key = 0; key < kTile && count > 0; key += 32)
-        count == 1 ? score_rows<1, 4>(q, rows + key, dim, s + key, step)
-                   : score_rows<2, 4>(q, rows + key, dim, s + key, step);
+    for (int key = keys.begin; key < keys.end && count > 0; key += 32) {
+        if (key + 16 < keys.end)
+            count == 1 ? score_rows<1, 4>(q, rows + key, dim, s + key, step)
+                       : score_rows<2, 4>(q, rows + key, dim, s + key, step);
+        else
+            count == 1 ? score_rows<1, 2>(q, rows + key, dim, s + key, step)
+                       : score_rows<2, 2>(q, rows + key, dim, s + key, step);
+    }
 }
 
 template <int N, class Step>
-inline void add_rows(int count, const float* weights, const bf16* const* rows, int64_t d, float* acc, int64_t stride,
-                     const Step& step) {
-    if (count == 1) add_rows<1, N>(weights, rows, d, acc, stride, step);
-    if (count == 2) add_rows<2, N>(weights, rows, d, acc, stride, step);
-    if (count == 3) add_rows<3, N>(weights, rows, d, acc, stride, step);
-    if (count > 3) add_rows<4, N>(weights, rows, d, acc, stride, step);
+inline void add_rows(int count, const float* weights, const bf16* const* rows, KeyRange keys, int64_t d, float* acc,
+                     int64_t stride, const Step& step) {
+    if (count == 1) add_rows<1, N>(weights, rows, keys, d, acc, stride, step);
+    if (count == 2) add_rows<2, N>(weights, rows, keys, d, acc, stride, step);
+    if (count == 3) add_rows<3, N>(weights, rows, keys, d, acc, stride, step);
+    if (count > 3) add_rows<4, N>(weights, rows, keys, d, acc, stride, step);
 }
 
 template <class Step>
-inline void add_rows(int count, const float* weights, const bf16* const* rows, int64_t dim, float* acc,
+inline void add_rows(int count, const float* weights, const bf16* const* rows, KeyRange keys, int64_t dim, float* acc,
                      const Step& step) {
     for (; count > 0; count -= 4, weights += 4 * kTile, acc += 4 * dim) {
         int64_t d = 0;
-        for (; d + 32 <= dim && count <= 2; d += 32) add_rows<4>(count, weights, rows, d, acc, dim, step);
-        for (; d < dim; d += 16) add_rows<2>(count, weights, rows, d, acc, dim, step);
+        for (; d + 32 <= dim && count <= 2; d += 32) add_rows<4>(count, weights, rows, keys, d, acc, dim, step);
+        for (; d < dim; d += 16) add_rows<2>(count, weights, rows, keys, d, acc, dim, step);
     }
 }
 
@@ -151,9 +166,11 @@ public:
 
     void set_tile(const KVTile<C>& tile, Prefetch<C>& prefetch) {
         prefetch_ = &prefetch;
+        seen_ = {tile.begin, tile.end};
         if (reads_rows()) return find_rows(tile);
-        for (int key = 0; key < kTile; ++key) {
-            prefetch.issue(2 * prefetch.share(kTile));
+        const KeyRange keys = seen_.in_blocks(4);
+        for (int key = keys.begin; key < keys.end; ++key) {
+            prefetch.issue(2 * prefetch.share(keys.count()));
             if (key % 4 == 0) set_keys(tile, key);
             const bool seen = is_seen(tile, key);
             const RowReader<C> value = row(tile, tile.values, key);
@@ -166,12 +183,14 @@ public:
 
     void scores(int group, int count, float* s) const {
         const float* q = queries_ + group * kGroup * dim_;
+        const KeyRange keys = seen_.in_blocks(kWide * kLanes);
         if constexpr (kCanReadRows)
             if (reads_rows())
                 return with_prefetch(*prefetch_, dim_ / 8, [&](const auto& step) {
-                    score_rows(count, q, key_rows_, dim_, s, step);
+                    score_rows(count, q, key_rows_, keys, dim_, s, step);
                 });
-        multiply<FloatUnit>(q, dim_, keys_, kTile, s, kTile, count, kTile, dim_, false, *prefetch_);
+        multiply<FloatUnit>(q, dim_, keys_ + keys.begin, kTile, s + keys.begin, kTile, count, keys.count(), dim_, false,
+                            *prefetch_);
     }
 
     Weight* weights() { return weights_; }
@@ -179,11 +198,11 @@ public:
     void accumulate(int count, float* acc) const {
         if constexpr (kCanReadRows)
             if (reads_rows())
-                return with_prefetch(*prefetch_, kTile, [&](const auto& step) {
-                    add_rows(count, weights_, value_rows_, value_dim_, acc, step);
+                return with_prefetch(*prefetch_, seen_.count(), [&](const auto& step) {
+                    add_rows(count, weights_, value_rows_, seen_, value_dim_, acc, step);
                 });
-        multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, count, padded_, kTile, true,
-                            *prefetch_);
+        multiply<FloatUnit>(weights_ + seen_.begin, kTile, values_ + seen_.begin * padded_, padded_, acc, padded_, count,
+                            padded_, seen_.count(), true, *prefetch_);
     }
 
 private:
@@ -194,7 +213,8 @@ private:
     }
 
     void find_rows(const KVTile<C>& tile) {
-        for (int key = 0; key < kTile; ++key) {
+        const KeyRange keys = seen_.in_blocks(16);
+        for (int key = keys.begin; key < keys.end; ++key) {
             const int64_t at = key % kSpan * row_size<C>(dim_);
             key_rows_[key] = is_seen(tile, key) ? tile.keys[key / kSpan] + at : zeros_;
             value_rows_[key] = is_seen(tile, key) ? tile.values[key / kSpan] + at : zeros_;
@@ -232,6 +252,7 @@ private:
     float* const weights_;  // [kGroup, kTile]
     C* const zeros_;        // [head_dim]
     int most_rows_ = 0;     // of a group
+    KeyRange seen_ = {0, 0};    // of the tile
     const C *key_rows_[kTile], *value_rows_[kTile];
     Prefetch<C>* prefetch_ = nullptr;
 };

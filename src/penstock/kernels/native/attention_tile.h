@@ -7,7 +7,7 @@
 //   set_queries(group, rows, count) takes the query rows of one group, at most kGroup
 //   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros;
 //                                   both arguments live until the next tile
-//   scores(group, count, s)         s [kGroup, kTile] = q k^T of the rows of one group, any number at masked keys
+//   scores(group, count, s)         s [kGroup, kTile] = q k^T of the rows of one group; anything at masked keys
 //   weights()                       [kGroup, kTile], where softmax leaves one group's weights, zero at masked keys
 //   accumulate(count, acc)          acc [kGroup, padded_dim] += weights v, where padded_dim is that of a value
 //
