@@ -25,19 +25,18 @@ _MAX_BLOCKS = 256
 
 
 def warm_up(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]], compiles: bool) -> None:
-    """Runs a few requests on each engine, one at a time and then as many together as possible. Requests of each kind
-    run one at a time only if that `compiles` kernels: one of them is enough otherwise, and of those together their
-    prompts. Raises ConfigError if a kernel refuses the model on first use, and EngineDeadError for other failures.
+    """Runs a few requests on each engine, one at a time if that `compiles` kernels, and then as many together as
+    possible. Raises ConfigError if a kernel refuses the model on first use, and EngineDeadError for other failures.
     """
     try:
-        _run(executor, engines, len(KINDS) if compiles else 1)
+        _run(executor, engines, compiles)
     except EngineDeadError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
 
 
-def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]], num_alone: int) -> None:
+def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheConfig]], compiles: bool) -> None:
     cores: list[EngineCore] = []
     for limits, cache in engines:
         # A few blocks are enough, and a full pool would take longer to create than the steps. The ids of states follow.
@@ -46,8 +45,9 @@ def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheCon
         cores.append(EngineCore(scheduler, executor, limits.max_num_in_flight))
     # The engines differ at most in the lengths that their memory permits.
     limits, _ = engines[0]
-    for count, together in ((num_alone, 1), (len(KINDS), min(limits.max_num_seqs, limits.max_num_queued_requests))):
-        waiting = [list(_requests(limits, 3 if together == 1 or num_alone > 1 else 1))[:count] for limits, _ in engines]
+    for together in (*([1] if compiles else []), min(limits.max_num_seqs, limits.max_num_queued_requests)):
+        # Each token of a large model takes a CPU as long as reading the model.
+        waiting = [list(_requests(limits, 3 if compiles else 2)) for limits, _ in engines]
         while waiting[0]:
             for core, requests in zip(cores, waiting, strict=True):
                 for request in requests[:together]:
