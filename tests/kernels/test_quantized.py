@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels import native
+from penstock.kernels import native, quantized
 from penstock.kernels.experts import ExpertsShape, GroupedExperts, make_experts
 from penstock.kernels.linear import PackedFormat, PackedLinear, PackedWeights
 from penstock.kernels.quantized import E2M1, E4M3, QuantizedWeight, integers, quantize_absmax, signed_integers
@@ -105,8 +105,9 @@ def nearest_bfloat16(value: np.float32) -> float:
     return float(np.uint32(kept).view(np.float32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_are_rounded_after_every_operation(kind: str) -> None:
+@pytest.mark.parametrize(("isa", "kind"), grid(ISAS, tuple(KINDS)))
+def test_values_are_rounded_after_every_operation(isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "library", library_of(isa))
     weight = make(kind, 6, 40, 16)
     found = weight.dequantize()
     codebook, scales = weight.codebook.numpy(), weight.scales.float().numpy()
@@ -121,6 +122,22 @@ def test_values_are_rounded_after_every_operation(kind: str) -> None:
             value = np.float32(codebook[weight.codes[row, column]] - zeros[row, group])
             value = np.float32(np.float32(value * scales[row, group]) - minima[row, group])
             assert found[row, column].item() == nearest_bfloat16(value)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_are_dequantised_wherever_they_are_and_as_often(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "library", library_of(isa))
+    # More rows than are dequantised at a time.
+    monkeypatch.setattr(quantized, "_CHUNK", 1000)
+    for kind in ("both", "minima by factors"):
+        weight = make(kind, 90, 336, 16)
+        values = weight.dequantize()
+        rows = torch.tensor([7, 89, 0, 7, 88])
+        for columns in (slice(None), slice(16 * FACTOR_GROUPS, 336), slice(16, 320)):
+            part = weight.part(columns=columns)
+            assert torch.equal(part.dequantize(), values[:, columns])
+            assert torch.equal(part.dequantize(rows), values[rows, columns])
+            assert part.dequantize(rows[:0]).shape == (0, part.shape[1])
 
 
 def test_codebooks_are_the_formats() -> None:

@@ -159,6 +159,16 @@ def add_block_codes(calls: NativeCalls) -> None:
         calls.add("unpack_codes", "ppppnnnn", low, high, blocks, out, count, num_bytes, values, THREADS)
 
 
+def add_dequantize(calls: NativeCalls) -> None:
+    rows, inputs, group = 5, 90, 16
+    codes = torch.arange(rows * inputs).mul(37).to(torch.uint8).view(rows, inputs)
+    scales, zeros, minima = (each.clone() for each in numbers(3, rows, -(-inputs // group)))
+    for number, (second, third) in enumerate(itertools.product((zeros, None), (minima, None))):
+        out = calls.result(f"values {number}", torch.zeros(rows, inputs, dtype=torch.bfloat16))
+        operands = codes, numbers(256, seed=1), scales, second, third, out
+        calls.add("dequantize", "ppppppnnnn", *operands, rows, inputs, group, THREADS)
+
+
 def add_experts(calls: NativeCalls) -> None:
     tokens, top_k, experts, k, inner = 23, 2, 3, 72, 40
     ids = torch.arange(tokens * top_k).view(tokens, top_k) % experts
@@ -371,7 +381,7 @@ def add_step(
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
     for add in (
-        add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes, add_experts,
+        add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes, add_dequantize, add_experts,
         add_router, add_attention, add_elementwise, add_rope, add_recurrent,
     ):  # fmt: skip
         add(calls)

@@ -25,6 +25,7 @@ from penstock.config.model_path import resolve_model_path
 from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.layers.linear import Linear
 from penstock.models.sources.gguf import GGUFSource
+from penstock.models.weights import Weights
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import ConfigError
 
@@ -147,6 +148,28 @@ def test_codes_of_a_layer_are_neighbours_and_their_memory_is_used_again(tmp_path
         assert torch.equal(rest, swapped.codes[3:ROWS])
         del others, rest
         assert read("up").codes.data_ptr() == first
+
+
+def test_the_codes_of_an_embedding_stay_and_those_of_layers_do_not(tmp_path: Path) -> None:
+    rng, kind = np.random.default_rng(0), gguf.GGMLQuantizationType.Q4_K
+    data = {name: (random_blocks(kind, rng), kind) for name in ("token_embd.weight", "blk.0.ffn_up.weight")}
+    write(tmp_path / "a.gguf", data, **SHAPE)
+    expected = torch.from_numpy(gguf.dequantize(*data["token_embd.weight"])).bfloat16()
+    with closing(GGUFSource(tmp_path / "a.gguf")) as source:
+        weights = Weights(source, torch.bfloat16, torch.device("cpu"))
+
+        def place() -> int:
+            found = source.read(WEIGHT, (ROWS, INPUTS))
+            assert isinstance(found, QuantizedWeight)
+            return found.codes.data_ptr()
+
+        first = place()
+        embedding = (weights / "model").embedding("embed_tokens", ROWS, INPUTS)
+        assert isinstance(embedding.weight, QuantizedWeight)
+        assert weights.size.num_bytes == embedding.weight.unpacked_nbytes == ROWS * INPUTS * (1 + (16 + 4) / 256)
+        assert place() == first
+    ids = torch.tensor([ROWS - 1, 0, 3, 3])
+    assert torch.equal(embedding(ids), expected[ids])
 
 
 def test_loading_takes_little_more_memory_than_the_layers(tmp_path: Path) -> None:

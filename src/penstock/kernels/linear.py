@@ -25,15 +25,7 @@ import torch.nn.functional as F
 
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
-from penstock.kernels.quantized import (
-    E4M3,
-    QuantizedWeight,
-    dense,
-    integers,
-    quantize_rows,
-    signed_integers,
-    sum_groups,
-)
+from penstock.kernels.quantized import E4M3, QuantizedWeight, dense, integers, signed_integers, sum_groups, sum_rows
 
 # Output features of a panel of packed weights.
 PANEL = 32
@@ -69,11 +61,11 @@ class PackedLinear:
         quantizes_inputs = isinstance(weight, QuantizedWeight) and weight.quantizes_inputs is not None
         if self.dtype != torch.bfloat16 or (native is None and not quantizes_inputs):
             weight = dense(weight, self.dtype)
-        self._into: _NativeLinear | _TorchLinear | _TorchSums | _TorchGroups
+        self._into: _NativeLinear | _TorchLinear | _TorchRounded
         if native is not None:
             self._into = _NativeLinear(native, weight, bias, is_wide)
         elif isinstance(weight, QuantizedWeight):
-            self._into = (_TorchSums if weight.quantizes_inputs == "by row" else _TorchGroups)(weight, bias)
+            self._into = _TorchRounded(weight, bias)
         else:
             self._into = _TorchLinear(weight.detach().contiguous(), bias, self.out_dtype)
 
@@ -389,33 +381,15 @@ class _TorchLinear:
         return self._weight.clone()
 
 
-class _TorchSums:
-    """The reference of a layer that quantizes its inputs: exact sums, the row's scale, the column's, then the bias."""
-
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._integers = signed_integers(8)[weight.codes.int()].double()
-        self._scales = weight.scales.float().T.contiguous()
-        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        integers, scales = quantize_rows(x)
-        products = (integers.double() @ self._integers.T).float() * scales * self._scales
-        out.copy_(products if self._bias is None else products + self._bias)
-
-    def dense_weight(self) -> torch.Tensor:
-        return self._weight.dequantize()
-
-
-class _TorchGroups:
-    """The reference of a layer that quantizes its inputs by groups (`sum_groups`), and then adds the bias."""
+class _TorchRounded:
+    """The reference of a layer that quantizes its inputs: the products (`sum_rows`, `sum_groups`), then the bias."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        sums = sum_groups(x, self._weight)
+        sums = (sum_rows if self._weight.quantizes_inputs == "by row" else sum_groups)(x, self._weight)
         out.copy_(sums if self._bias is None else sums + self._bias)
 
     def dense_weight(self) -> torch.Tensor:

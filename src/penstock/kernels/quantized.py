@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from penstock.kernels.native import library, num_threads
+
 # Groups are multiples of it, but for a group of all inputs.
 GROUP_STEP = 16
 CODE_BITS = (4, 5, 6, 8)
@@ -159,6 +161,11 @@ class QuantizedWeight:
         return self.codes.numel() * self.bits // 8 + sum(each.nbytes for each in numbers)
 
     @property
+    def unpacked_nbytes(self) -> int:
+        """The size with a byte for every code."""
+        return self.nbytes + self.codes.numel() * (8 - self.bits) // 8
+
+    @property
     def _numbers(self) -> dict[str, torch.Tensor]:
         """Those that are there."""
         named = {"scales": self.scales, "zeros": self.zeros, "minima": self.minima}
@@ -168,18 +175,34 @@ class QuantizedWeight:
         """Returns the weight with products in the place of factors."""
         if self.factors is None:
             return self
-        factors = self.factors.float().repeat_interleave(self.factor_groups, -1)[..., : self.scales.shape[1]]
-        minima = None if self.minima is None else self.minima * factors[1]
-        return replace(self, scales=self.scales * factors[0], minima=minima, factors=None, factor_groups=0)
+        return replace(self, factors=None, factor_groups=0, **self._products(slice(None)))
 
-    def dequantize(self) -> torch.Tensor:
-        """Returns the values, [rows, inputs] bfloat16."""
-        rows, inputs = self.shape
-        out = torch.empty((rows, inputs), dtype=torch.bfloat16, device=self.device)
-        step, weight = max(1, _CHUNK // max(1, inputs)), self._multiplied()
-        for first in range(0, rows, step):
-            out[first : first + step] = weight._values(slice(first, first + step))
+    def _products(self, rows: slice | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the scales, zeros and minima of some rows, [rows, groups] float32."""
+        products = {name: each[rows].float().contiguous() for name, each in self._numbers.items()}
+        if self.factors is not None:
+            factors = self.factors[:, rows].float().repeat_interleave(self.factor_groups, -1)
+            for each, own in zip(products.values(), factors, strict=True):
+                each *= own[:, : each.shape[1]]
+        return products
+
+    def dequantize(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the values, [rows, inputs] bfloat16, or those of some rows, int64; a row may occur several times."""
+        out = self.codes.new_empty((len(self.codes if rows is None else rows), self.shape[1]), dtype=torch.bfloat16)
+        step = max(1, _CHUNK // max(1, self.shape[1]))
+        for first in range(0, len(out), step):
+            chosen = slice(first, first + step)
+            self._write_values(chosen if rows is None else rows[chosen], out[chosen])
         return out
+
+    def _write_values(self, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
+        if self.device.type != "cpu" or (native := library()) is None:
+            out.copy_(self._values(rows))
+            return
+        codes, products = self.codes[rows].contiguous(), self._products(rows)
+        tensors = codes, self.codebook, *map(products.get, ("scales", "zeros", "minima")), out
+        addresses = [None if each is None else each.data_ptr() for each in tensors]
+        native.function("dequantize", "ppppppnnnn")(*addresses, *codes.shape, self.group, num_threads())
 
     def has_extreme_values(self) -> bool:
         """Whether a value before it is rounded is 2**100 or more, or less than the least normal one and not 0."""
@@ -192,25 +215,16 @@ class QuantizedWeight:
                 sizes = numbers.float().abs()
                 suspects |= ((sizes != 0) & ((sizes < _GRAIN) | (sizes > 1 / _GRAIN))).any(1)
         rows = suspects.nonzero().flatten().tolist()
-        weight = self._multiplied() if rows else self
-        values, least = (weight._values(slice(row, row + 1)).abs() for row in rows), torch.finfo(torch.float32).tiny
+        values, least = (self._values(slice(row, row + 1)).abs() for row in rows), torch.finfo(torch.float32).tiny
         return any((((each != 0) & (each < least)) | (each >= 2.0**100)).any().item() for each in values)
 
-    def _values(self, rows: slice) -> torch.Tensor:
-        """Returns the values of some rows before they are rounded to bfloat16. There must be no factors."""
-        codes, (num_rows, groups) = self.codes[rows], self.scales[rows].shape
-        grouped = torch.empty((num_rows, groups, self.group), device=self.device)
-        values = grouped.view(num_rows, -1)[:, : self.shape[1]]
-        if torch.equal(self.codebook, signed_integers(8)):
-            values.copy_(codes.view(torch.int8))
-        elif torch.equal(self.codebook, integers(self.bits) + self.codebook[0]):
-            # As fast as memory, unlike looking up.
-            values.copy_(codes).add_(self.codebook[0])
-        else:
-            values.copy_(self.codebook.to(self.device)[codes.int()])
-        for numbers, apply in ((self.zeros, grouped.sub_), (self.scales, grouped.mul_), (self.minima, grouped.sub_)):
-            if numbers is not None:
-                apply(numbers[rows, :, None].float())
+    def _values(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        """Returns the values of some rows before they are rounded to bfloat16."""
+        values = self.codebook.to(self.device)[self.codes[rows].int()]
+        products = {name: each.repeat_interleave(self.group, 1) for name, each in self._products(rows).items()}
+        for name, apply in (("zeros", values.sub_), ("scales", values.mul_), ("minima", values.sub_)):
+            if name in products:
+                apply(products[name][:, : self.shape[1]])
         return values
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QuantizedWeight:
@@ -320,6 +334,15 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return integers.where(is_usable, 0.0), largest / 127
 
 
+def sum_rows(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[rows, inputs] -> the products with a weight whose inputs are quantized "by row", [rows, outputs] float32: exact
+    sums, times the scale of the row of inputs, times that of the weight's row.
+    """
+    rounded, scales = quantize_rows(x)
+    sums = rounded.double() @ weight.codebook[weight.codes.int()].double().T
+    return sums.float() * scales * weight.scales.float().T
+
+
 def sum_groups(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[rows, inputs] -> the products with a weight whose inputs are quantized "by group", [rows, outputs] float32.
 
@@ -362,5 +385,4 @@ def quantize_absmax(weight: torch.Tensor, bits: int, group: int) -> QuantizedWei
     steps = padded / scales.float().where(scales != 0, 1.0)
     codes = (steps.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8).view(rows, count * group)[:, :inputs]
     codebook = integers(bits, zero) if bits == 4 else signed_integers(bits)
-    codes = codes if bits == 4 else codes ^ 128
-    return QuantizedWeight(codes.contiguous(), codebook, scales.squeeze(2), group, bits)
+    return QuantizedWeight((codes if bits == 4 else codes ^ 128).contiguous(), codebook, scales.squeeze(2), group, bits)

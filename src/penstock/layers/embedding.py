@@ -5,31 +5,32 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels.quantized import LayerWeight, QuantizedWeight
 from penstock.parallel.groups import ALONE, TensorGroup
 from penstock.parallel.topology import Share
 
 
 class Embedding:
-    """Every rank of a group holds the vectors of a share of the vocabulary."""
+    """Each rank of a group has the vectors of a share of the vocabulary. Quantized ones are looked up as bfloat16."""
 
-    def __init__(self, weight: torch.Tensor, group: TensorGroup = ALONE, vocab_size: int | None = None) -> None:
+    def __init__(self, weight: LayerWeight, group: TensorGroup = ALONE, vocab_size: int | None = None) -> None:
         """`vocab_size` is that of the whole group, by default that of one rank."""
         self.weight = weight  # [own vocabulary, hidden_size]
+        self.dtype = torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype  # of the vectors
         self._group = group
-        share = Share(group.index, group.count)
-        self._own = share.part(vocab_size or len(weight))
+        size, share = vocab_size or weight.shape[0], Share(group.index, group.count)
+        self._own = share.part(size)
         # The next rank's ids start at each bound.
-        bounds = [each.part(vocab_size or len(weight)).stop for each in share.all[:-1]]
-        self._bounds = torch.tensor(bounds, device=weight.device)
+        self._bounds = torch.tensor([each.part(size).stop for each in share.all[:-1]], device=weight.device)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
-        count = self._group.count
+        count, weight = self._group.count, self.weight
+        rows = input_ids if count == 1 else (input_ids - self._own.start).clamp(0, weight.shape[0] - 1)
+        vectors = weight.dequantize(rows) if isinstance(weight, QuantizedWeight) else F.embedding(rows, weight)
         if count == 1:
-            return F.embedding(input_ids, self.weight)
-        held = (input_ids - self._own.start).clamp(0, len(self.weight) - 1)
-        vectors = F.embedding(held, self.weight)
-        all_vectors = self._group.gather_columns(vectors, [self.weight.shape[1]] * count)
+            return vectors
+        all_vectors = self._group.gather_columns(vectors, [weight.shape[1]] * count)
         owners = torch.bucketize(input_ids, self._bounds, right=True)
         # Selected, not added, so that no bit changes.
         return all_vectors.unflatten(1, (count, -1))[torch.arange(len(owners), device=owners.device), owners]

@@ -233,22 +233,15 @@ class Decoder:
         self._end: DecoderEnd | None = None
         if self.stage.is_last:
             norm = architecture.read_norm(inner, architecture.end_norm, config.hidden_size, config.rms_norm_eps)
-            self._end = DecoderEnd(norm, self._make_head(weights, inner) if has_logits else None)
+            self._end = DecoderEnd(norm, self._make_head(weights) if has_logits else None)
 
-    def _make_head(self, weights: Weights, inner: Weights) -> GatheredLinear:
-        """`weights` has a head of its own, `inner` the embedding."""
-        config = self.config
-        vocab, hidden = config.vocab_size, config.hidden_size
-        quantization = weights.load_quantization.for_head()
+    def _make_head(self, weights: Weights) -> GatheredLinear:
+        vocab = self.config.vocab_size
         # Adapters change no head.
-        weights, inner = (replace(each, load_quantization=quantization, lora=None) for each in (weights, inner))
-        if not _has_tied_head(config, weights):
-            return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
-        weight = self.embedding.weight
-        if config.quantization is not None or quantization.head:
-            # The embedding has the values.
-            weight = inner.layer_weight({f"{self.architecture.embedding_name}.weight": vocab}, hidden)
-        return weights.gathered(weights.linear_of("lm_head", weight, is_wide=True), vocab)
+        weights = replace(weights, load_quantization=weights.load_quantization.for_head(), lora=None)
+        if not _has_tied_head(self.config, weights):
+            return weights.whole_linear("lm_head", vocab, self.config.hidden_size, is_wide=True)
+        return weights.gathered(weights.linear_of("lm_head", weights.tied(self.embedding.weight), is_wide=True), vocab)
 
     @property
     def embedding(self) -> Embedding:

@@ -20,6 +20,7 @@ import torch
 
 from penstock.attention.forward_context import ForwardContext
 from penstock.config.families import NO_MULTIPLIERS, SILU
+from penstock.kernels.quantized import dense
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
 from penstock.kernels.triton.linear.tiles import MAX_TOKENS, Role
@@ -59,7 +60,7 @@ class FusedDecoder:
         assert not reason and isinstance(model, Decoder), reason
         self.kv_cache_specs = model.kv_cache_specs
         self._model = model
-        self._embedding = model.embedding.weight
+        self._embedding = dense(model.embedding.weight)
         self._capabilities = Capabilities.of(self._embedding.device) if capabilities is None else capabilities
         self.max_tokens = MAX_TOKENS if self._embedding.shape[1] <= _NARROW else _MAX_TOKENS_OF_WIDE
         self._norm = model.end.norm
@@ -80,8 +81,8 @@ class FusedDecoder:
             return "it is a stage of a pipeline"
         if model.head.group_size > 1:
             return "ranks divide its layers"
-        if model.embedding.weight.dtype not in _DTYPES:
-            return f"weights are {model.embedding.weight.dtype}"
+        if model.embedding.dtype not in _DTYPES:
+            return f"weights are {model.embedding.dtype}"
         if model.config.multipliers != NO_MULTIPLIERS:
             return "it has multipliers"
         plain = (rms_norm, BEFORE, False)

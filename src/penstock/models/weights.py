@@ -379,8 +379,15 @@ class Weights:
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Returns the vectors of `vocab_size` tokens, divided among the ranks."""
-        weight = self.tensors({f"{name}.weight": vocab_size}, hidden_size)
+        weight = replace(self, load_quantization=AS_STORED).layer_weight({f"{name}.weight": vocab_size}, hidden_size)
+        if isinstance(weight, QuantizedWeight):
+            self.size.num_bytes += weight.unpacked_nbytes - weight.nbytes
         return Embedding(weight, self.group, vocab_size)
+
+    def tied(self, weight: LayerWeight) -> LayerWeight:
+        """Returns what a layer computes with that has an embedding's vectors for its weight."""
+        is_changed = self.load_quantization.layers or isinstance(weight, QuantizedWeight)
+        return self._joined([weight], weight.shape) if is_changed else weight
 
     def gathered(self, linear: Linear, size: int) -> GatheredLinear:
         """Combines a layer with this rank's share of `size` features with those of the other ranks."""

@@ -37,11 +37,11 @@ class EncoderPass:
         self._inputs = inputs
         self._rows = rows
         plane, *_ = model.workspace_spec.planes
-        weight = model.words.weight
+        words = model.words
         # The last block of every prompt may hold a single token.
         num_blocks = limits.max_num_batched_tokens // _BLOCK_SIZE + limits.max_num_seqs
         shape = (num_blocks, len(model.workspace_spec.planes), plane.num_heads, _BLOCK_SIZE, plane.head_size)
-        self._workspace = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        self._workspace = torch.empty(shape, dtype=words.dtype, device=words.weight.device)
 
     def forward(self, batch: InputBatch) -> ModelOutput:
         """See `Passes.forward`."""

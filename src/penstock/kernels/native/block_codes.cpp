@@ -46,7 +46,7 @@ void put(const Planes& planes, const uint8_t* block, int64_t values, uint8_t* to
 PENSTOCK_EXPORT(void, unpack_codes)
 (const Planes* low, const Planes* high, const uint8_t* blocks, uint8_t* codes, int64_t count, int64_t block_bytes,
  int64_t values, int64_t threads) {
-    run_each(count, values / 8, threads, [&](int64_t number) {
+    run_each(count, 1 + values / 8, threads, [&](int64_t number) {
         const uint8_t* block = blocks + number * block_bytes;
         put<false>(*low, block, values, codes + number * values);
         if (high->bits) put<true>(*high, block, values, codes + number * values);

@@ -28,6 +28,8 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _THREE = 3
 # The memory of codes that is used again; only what has been used is resident.
 _CODE_BYTES = 1 << 28
+# The vectors of tokens, of which a head may be made too, and those of every layer.
+_EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 # What `attn_kv_b` is divided into: for every head, what makes keys, transposed, and what makes values.
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 
@@ -160,10 +162,8 @@ class GGUFSource:
             begin, stop = heads.start * stored.shape[1], heads.stop * stored.shape[1]
             found = self._span(Place(name), stored, begin, stop)
             parts.append(dense(found).view(len(heads), stored.shape[1], -1))
-        joined = torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
-        return joined[first - heads.start * size : end - heads.start * size][
-            :, part[1] if len(part) > 1 else slice(None)
-        ]
+        joined = torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)[first - heads.start * size :]
+        return joined[: end - first, part[1] if len(part) > 1 else slice(None)]
 
     def _rows(self, place: Place, count: int, first: int, end: int) -> torch.Tensor | QuantizedWeight:
         """Returns stored rows from `first` to `end` of a matrix of `count` rows."""
@@ -177,11 +177,12 @@ class GGUFSource:
 
     def _span(self, place: Place, stored: StoredTensor, first: int, end: int) -> torch.Tensor | QuantizedWeight:
         skipped = 0 if place.expert is None else place.expert * (stored.num_rows // stored.shape[0])
-        first, end = first + skipped, end + skipped
         if stored.type.name in _FLOATS:
-            return self._floats(place.name, stored, first, end)
-        with self._file.mapped_rows(place.name, first, end) as rows:
-            return _FORMATS[stored.type.name].unpack(rows, stored.type, self._memory)
+            return self._floats(place.name, stored, first + skipped, end + skipped)
+        with self._file.mapped_rows(place.name, first + skipped, end + skipped) as rows:
+            # The codes of an embedding stay.
+            memory = _Memory() if place.name in _EMBEDDINGS else self._memory
+            return _FORMATS[stored.type.name].unpack(rows, stored.type, memory)
 
     def _floats(self, name: str, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
         dtype = _FLOATS.get(stored.type.name)
@@ -206,7 +207,9 @@ _Numbers = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 def _bytes(blocks: np.ndarray, first: int, count: int) -> torch.Tensor:
     """Returns a copy of some bytes of every block, [blocks, count] uint8."""
-    return torch.from_numpy(blocks[:, first : first + count].copy())
+    out = torch.empty((len(blocks), count), dtype=torch.uint8)
+    unpack_codes(blocks, Planes(first, count, 8), Planes(), out)
+    return out
 
 
 def _scales(blocks: np.ndarray) -> _Numbers:
@@ -223,15 +226,16 @@ def _k_numbers(blocks: np.ndarray) -> _Numbers:
     """Eight scales and minima are 6-bit numbers times a float16 of the block: four of each in the low bits of bytes 0
     to 3 and 4 to 7; of the others, bytes 8 to 11 have the low bits, and the top bits of the first eight the high ones.
     """
-    scales, minima, low = _bytes(blocks, 4, 12).view(torch.int32).unbind(1)
+    factors, scales, minima, low = _bytes(blocks, 0, 16).view(torch.int32).unbind(1)
     four_bits, top_bits, six_bits = 0x0F0F0F0F, 0x30303030, 0x3F3F3F3F
     scales = torch.stack((scales & six_bits, (low & four_bits) | (scales >> 2 & top_bits)), 1)
     minima = torch.stack((minima & six_bits, (low >> 4 & four_bits) | (minima >> 2 & top_bits)), 1)
-    return scales.view(torch.int8), minima.view(torch.int8), _bytes(blocks, 0, 4).view(torch.float16)
+    return scales.view(torch.int8), minima.view(torch.int8), factors[:, None].view(torch.float16)
 
 
 def _q6_k_numbers(blocks: np.ndarray) -> _Numbers:
-    return _bytes(blocks, 192, 16).view(torch.int8), None, _bytes(blocks, 208, 2).view(torch.float16)
+    numbers = _bytes(blocks, 192, 18)
+    return numbers[:, :16].view(torch.int8), None, numbers[:, 16:].view(torch.float16)
 
 
 def _mxfp4_numbers(blocks: np.ndarray) -> _Numbers:
@@ -296,34 +300,31 @@ class _Format:
         )
 
 
-_NO_PLANES = Planes()
 _FORMATS = {
-    "Q4_0": _Format(integers(4, 8), Planes(2, 16, 4), _NO_PLANES, _scales),
-    "Q4_1": _Format(integers(4), Planes(4, 16, 4), _NO_PLANES, _scales_and_minima),
+    "Q4_0": _Format(integers(4, 8), Planes(2, 16, 4), Planes(), _scales),
+    "Q4_1": _Format(integers(4), Planes(4, 16, 4), Planes(), _scales_and_minima),
     "Q5_0": _Format(integers(5, 16), Planes(6, 16, 4), Planes(2, 1, 1), _scales),
     "Q5_1": _Format(integers(5), Planes(8, 16, 4), Planes(4, 1, 1), _scales_and_minima),
-    "Q8_0": _Format(signed_integers(8), Planes(2, 32, 8), _NO_PLANES, _scales),
-    "Q4_K": _Format(integers(4), Planes(16, 32, 4), _NO_PLANES, _k_numbers, factor_groups=8),
+    "Q8_0": _Format(signed_integers(8), Planes(2, 32, 8), Planes(), _scales),
+    "Q4_K": _Format(integers(4), Planes(16, 32, 4), Planes(), _k_numbers, factor_groups=8),
     "Q5_K": _Format(integers(5), Planes(48, 32, 4), Planes(16, 32, 1), _k_numbers, factor_groups=8),
     "Q6_K": _Format(integers(6, 32), Planes(0, 64, 4), Planes(128, 32, 2), _q6_k_numbers, 16, 16),
-    "MXFP4": _Format(E2M1, Planes(1, 16, 4), _NO_PLANES, _mxfp4_numbers),
+    "MXFP4": _Format(E2M1, Planes(1, 16, 4), Planes(), _mxfp4_numbers),
 }
 
 
 def bytes_in_memory(file: GGUFFile, dtype: torch.dtype, keeps_quantized: bool) -> int:
-    """Returns the memory that a file's weights take: those of layers as they are stored if they are kept so, the others
-    and the embedding in `dtype`.
+    """Returns the memory that a file's weights take: as they are stored if they are kept so, but with a byte for every
+    code of an embedding; the others in `dtype`.
     """
-    is_tied = "output.weight" not in file.tensors
     memory, total = _Memory(), 0
     for name, tensor in file.tensors.items():
-        dense_bytes = tensor.num_blocks * tensor.type.values * dtype.itemsize
-        kept_bytes = dense_bytes
-        if keeps_quantized and tensor.type.name in _FORMATS:
-            block = np.zeros((1, tensor.type.num_bytes), np.uint8)
-            kept_bytes = tensor.num_blocks * _FORMATS[tensor.type.name].unpack(block, tensor.type, memory).nbytes
-        if name == "token_embd.weight":
-            # A head of the same tensor is read again.
-            kept_bytes = dense_bytes + (kept_bytes if is_tied else 0)
-        total += kept_bytes
+        kind = tensor.type
+        packed_bytes = unpacked_bytes = kind.values * dtype.itemsize
+        if keeps_quantized and kind.name in _FORMATS:
+            weight = _FORMATS[kind.name].unpack(np.zeros((1, kind.num_bytes), np.uint8), kind, memory)
+            packed_bytes, unpacked_bytes = weight.nbytes, weight.unpacked_nbytes
+        total += tensor.num_blocks * (unpacked_bytes if name in _EMBEDDINGS else packed_bytes)
+        if name == _EMBEDDINGS[0] and keeps_quantized and "output.weight" not in file.tensors:
+            total += tensor.num_blocks * packed_bytes
     return total
