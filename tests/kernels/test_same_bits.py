@@ -381,8 +381,8 @@ def add_step(
 def all_calls() -> NativeCalls:
     calls = NativeCalls()
     for add in (
-        add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes, add_dequantize, add_experts,
-        add_router, add_attention, add_elementwise, add_rope, add_recurrent,
+        add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes, add_dequantize,
+        add_experts, add_router, add_attention, add_elementwise, add_rope, add_recurrent,
     ):  # fmt: skip
         add(calls)
     return calls
