@@ -46,7 +46,7 @@ def _run(executor: Executor, engines: Sequence[tuple[SchedulerConfig, KVCacheCon
     # The engines differ at most in the lengths that their memory permits.
     limits, _ = engines[0]
     for together in (*([1] if compiles else []), min(limits.max_num_seqs, limits.max_num_queued_requests)):
-        # Each token of a large model takes a CPU as long as reading the model.
+        # On a CPU every step takes at least as long as reading the weights.
         waiting = [list(_requests(limits, 3 if compiles else 2)) for limits, _ in engines]
         while waiting[0]:
             for core, requests in zip(cores, waiting, strict=True):

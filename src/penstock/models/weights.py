@@ -385,7 +385,7 @@ class Weights:
         return Embedding(weight, self.group, vocab_size)
 
     def tied(self, weight: LayerWeight) -> LayerWeight:
-        """Returns what a layer computes with that has an embedding's vectors for its weight."""
+        """Returns an embedding's weight as the output head that is tied to it takes it."""
         is_changed = self.load_quantization.layers or isinstance(weight, QuantizedWeight)
         return self._joined([weight], weight.shape) if is_changed else weight
 

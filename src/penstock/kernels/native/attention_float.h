@@ -10,6 +10,7 @@
 namespace penstock::ISA {
 
 constexpr int kFewRows = 6;  // queries that read a tile
+constexpr int kScored = kWide * kLanes;  // scores are computed for whole blocks of so many keys
 
 // The keys [begin, end) of a tile.
 struct KeyRange {
@@ -183,7 +184,7 @@ public:
 
     void scores(int group, int count, float* s) const {
         const float* q = queries_ + group * kGroup * dim_;
-        const KeyRange keys = seen_.in_blocks(kWide * kLanes);
+        const KeyRange keys = seen_.in_blocks(kScored);
         if constexpr (kCanReadRows)
             if (reads_rows())
                 return with_prefetch(*prefetch_, dim_ / 8, [&](const auto& step) {
@@ -213,7 +214,7 @@ private:
     }
 
     void find_rows(const KVTile<C>& tile) {
-        const KeyRange keys = seen_.in_blocks(16);
+        const KeyRange keys = seen_.in_blocks(kScored);
         for (int key = keys.begin; key < keys.end; ++key) {
             const int64_t at = key % kSpan * row_size<C>(dim_);
             key_rows_[key] = is_seen(tile, key) ? tile.keys[key / kSpan] + at : zeros_;
@@ -252,7 +253,7 @@ private:
     float* const weights_;  // [kGroup, kTile]
     C* const zeros_;        // [head_dim]
     int most_rows_ = 0;     // of a group
-    KeyRange seen_ = {0, 0};    // of the tile
+    KeyRange seen_ = {0, 0};  // of the tile
     const C *key_rows_[kTile], *value_rows_[kTile];
     Prefetch<C>* prefetch_ = nullptr;
 };

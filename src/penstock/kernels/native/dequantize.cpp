@@ -6,7 +6,7 @@ namespace {
 
 using namespace penstock::ISA;
 
-// To nearest even. There are no values that are no number.
+// To nearest even. No value is a NaN.
 inline uint16_t round_to_bf16(float value) {
     const uint32_t bits = to_bits(value);
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);

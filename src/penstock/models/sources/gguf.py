@@ -28,7 +28,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _THREE = 3
 # The memory of codes that is used again; only what has been used is resident.
 _CODE_BYTES = 1 << 28
-# The vectors of tokens, of which a head may be made too, and those of every layer.
+# The vectors of tokens, to which the output head may be tied, and those of every layer.
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 # What `attn_kv_b` is divided into: for every head, what makes keys, transposed, and what makes values.
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
@@ -180,7 +180,7 @@ class GGUFSource:
         if stored.type.name in _FLOATS:
             return self._floats(place.name, stored, first + skipped, end + skipped)
         with self._file.mapped_rows(place.name, first + skipped, end + skipped) as rows:
-            # The codes of an embedding stay.
+            # The codes of an embedding stay, and must not keep the memory of layers.
             memory = _Memory() if place.name in _EMBEDDINGS else self._memory
             return _FORMATS[stored.type.name].unpack(rows, stored.type, memory)
 
@@ -314,8 +314,8 @@ _FORMATS = {
 
 
 def bytes_in_memory(file: GGUFFile, dtype: torch.dtype, keeps_quantized: bool) -> int:
-    """Returns the memory that a file's weights take: as they are stored if they are kept so, but with a byte for every
-    code of an embedding; the others in `dtype`.
+    """Returns the memory that a file's weights take. Quantized ones stay so if `keeps_quantized`, those of an embedding
+    with a byte for every code; all others are in `dtype`.
     """
     memory, total = _Memory(), 0
     for name, tensor in file.tensors.items():
