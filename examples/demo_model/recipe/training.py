@@ -148,6 +148,10 @@ class Trainer:
                 if step % REPORT_EVERY == 0 or step == num_steps:
                     losses = torch.stack(self.recent).mean(0).tolist()
                     self.recent.clear()
+                    if num_steps != UNDECIDED and not self.config.steps:
+                        # A device that became slower, so that the learning rate still falls to its end.
+                        num_steps = min(num_steps, self._fitting_steps(step, began, timed_from))
+                        progress.total = num_steps
                     tokens_per_second = step * self._tokens_per_step() / (time.monotonic() - began)
                     progress.set_postfix(
                         loss=f"{losses[0]:.4f}", mtp=f"{losses[1]:.4f}", tokens_per_s=f"{tokens_per_second:.3g}"

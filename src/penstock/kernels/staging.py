@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -20,9 +19,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from penstock.utils.machine import usable_cores
+
 _CHUNK_BYTES = 4 << 20
 _SLOTS = 2  # of a thread
-_NUM_THREADS = min(8, os.cpu_count() or 1)  # more threads do not increase the speed
+_NUM_THREADS = min(8, usable_cores())  # more threads do not increase the speed
 
 
 class Passed(Protocol):

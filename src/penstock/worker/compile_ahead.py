@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from penstock.config.kv_cache_groups import cache_of_one_rank
 from penstock.messages.scheduler_output import NO_GRAMMARS, SchedulerOutput
 from penstock.runner.kv_cache import allocate_kv_cache
 from penstock.utils import logging
+from penstock.utils.machine import usable_cores
 from penstock.utils.wire import Codec, FrameReader
 from penstock.worker.build_runner import make_runner
 from penstock.worker.load import load_model
@@ -65,7 +65,7 @@ def compiling_ahead(config: EngineConfig, capability: int | None) -> Iterator[Ca
         yield lambda: None
         return
     # The ranks of a host do this at the same time.
-    num_processes = ((os.cpu_count() or 1) - 1) // config.parallel.num_ranks
+    num_processes = (usable_cores() - 1) // config.parallel.num_ranks
     with compiling(config, capability, max(1, min(_MAX_PROCESSES, num_processes))) as wait:
         yield wait
 
