@@ -49,8 +49,8 @@ class Stages:
         original = worker.compiling_ahead
 
         @contextmanager
-        def watched(config: Any) -> Iterator[Callable[[], None]]:
-            with original(config) as wait:
+        def watched(*args: Any) -> Iterator[Callable[[], None]]:
+            with original(*args) as wait:
                 yield self.timed(wait, "wait for kernels")
 
         worker.compiling_ahead = watched

@@ -101,7 +101,7 @@ def test_profile(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     assert sum(kernel["us"] for kernel in step["kernels"]) <= 1.01 * step["kernels_us"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_start(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     found = group("start")
     for cache in ("cold", "warm"):
