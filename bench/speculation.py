@@ -4,8 +4,9 @@
     python bench/speculation.py --adapter 0.05 ...
     python bench/speculation.py --model bench/shapes/qwen3-0.6b --synthetic 0.76 0.45 0.34 --methods "mtp K=1" ...
 
-The tasks repeat parts of the prompt to different degrees: `lookup` answers questions about facts, `copy` repeats a
-list, `json` converts a sentence to JSON, `schema` does so within a JSON schema, `story` continues freely. Plain and
+The tasks repeat parts of the prompt to different degrees: `lookup` answers a question about facts, `copy` repeats a
+list, `json` converts a table to JSON, `schema` does so within a JSON schema, `story` continues freely. They are worded
+as in the built-in model's training, and answers end where the model ends them. Plain and
 drafted runs alternate; printed are the plain run's median tokens per second, and for each method the ratio of the
 medians and the share of accepted drafts; then the best table of drafts by batch size for these figures.
 
@@ -29,33 +30,31 @@ from lora import write
 from penstock import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
-PLACES = ("red box", "blue cup", "old shed", "green bag", "tall jar", "white hut", "small bowl", "grey tent")
-FACTS = " ".join(f"The key of {name} is in the {place}." for name, place in zip(NAMES, PLACES, strict=True))
-AS_JSON = [f"Write this as JSON: name {name}, place {PLACES[i]}, count {i}." for i, name in enumerate(NAMES)]
+CITIES = ("Paris", "Zurich", "Delhi", "Lisbon", "Jakarta", "Bergen", "Oxford", "Madrid")
+COLORS = ("black", "purple", "gray", "brown", "white", "gold", "pink", "orange")
+FACTS = " ".join(f"{name} lives in {city}." for name, city in zip(NAMES, CITIES, strict=True))
+RECORDS = [f"{name},{city},{100 + i}" for i, (name, city) in enumerate(zip(NAMES, CITIES, strict=True))]
+AS_JSON = [
+    "\n".join(["Convert this CSV to JSON:", "name,city,count", *(RECORDS[i:] + RECORDS[:i])[:3]]) for i in range(8)
+]
+LISTS = [", ".join([*NAMES[i:], *COLORS, *CITIES, *NAMES[:i]]) for i in range(8)]
 TEXT, COUNT = {"type": "string", "maxLength": 40}, {"type": "integer"}
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "items": {
-            "type": "array",
-            "minItems": 4,
-            "items": {
-                "type": "object",
-                "properties": {"name": TEXT, "place": TEXT, "count": COUNT},
-                "required": ["name", "place", "count"],
-                "additionalProperties": False,
-            },
-        }
+    "type": "array",
+    "minItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"name": TEXT, "city": TEXT, "count": COUNT},
+        "required": ["name", "city", "count"],
+        "additionalProperties": False,
     },
-    "required": ["items"],
-    "additionalProperties": False,
 }
 TASKS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "lookup": ([f"{FACTS} Where is the key of {name}?" for name in NAMES], {}),
-    "copy": ([f"Repeat this list: {', '.join(PLACES[i:] + PLACES[:i])}." for i in range(8)], {}),
+    "lookup": ([f"{FACTS} In which city does {name} live?" for name in NAMES], {}),
+    "copy": ([f"Repeat: {each}" for each in LISTS], {}),
     "json": (AS_JSON, {}),
     "schema": (AS_JSON, {"structured_outputs": StructuredOutputsParams(json=SCHEMA)}),
-    "story": ([f"Tell a short story about {name}." for name in NAMES], {}),
+    "story": ([f"Tell me a story about {name}." for name in NAMES], {}),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "ngram K=3": {"method": "ngram", "num_speculative_tokens": 3},
@@ -110,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--methods", nargs="+", default=list(METHODS)[:-1], choices=METHODS)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--temperature", type=float, default=0.0, help="drawn drafts need one")
@@ -140,8 +139,8 @@ def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace, lora: LoR
     """Returns tokens per second for a batch of the task, and the share of accepted drafts."""
     llm.reset_prefix_cache()
     questions, extra = TASKS.get(task, ([], {}))
-    # Within a schema the answer ends when it is complete.
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=not extra, **extra)
+    # Random weights end an answer anywhere.
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=not questions, **extra)
     started = time.perf_counter()
     if questions:
         chats = [[{"role": "user", "content": text}] for text in questions[:batch]]

@@ -448,7 +448,7 @@ def test_a_conversation_with_the_real_engine(browser: Any) -> None:
         page.fill("#temperature", "0")
         page.fill("#max-tokens", "12")
         page.press("#prompt", "Enter")
-        sync_api.expect(page.locator("#log")).to_contain_text("I am a very small language model")
+        sync_api.expect(page.locator("#log")).to_contain_text("I am Penstock's small built-in demonstration model")
         sync_api.expect(page.locator(".figures")).to_contain_text("12 tokens")
         page.wait_for_selector("#lanes-canvas[aria-label*='1']")
         sync_api.expect(page.locator("#count-c")).not_to_have_text("0")

@@ -114,7 +114,7 @@ def test_events_have_their_names_on_the_wire(real: ServerProcess) -> None:
 def test_stop_sequences(client: anthropic.Anthropic) -> None:
     answer = create(client, [{"role": "user", "content": "What are you?"}], stop_sequences=["nothing", "small"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "small")
-    assert answer.content[0].text == "I am a very "  # pyright: ignore[reportAttributeAccessIssue]
+    assert answer.content[0].text == "I am Penstock's "  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_tools_and_their_results(client: anthropic.Anthropic, real: ServerProcess) -> None:

@@ -61,7 +61,7 @@ def chat(client: OpenAI, messages: Any, **fields: Any) -> Any:
 def test_the_answer_equals_that_of_a_chat_completion(client: OpenAI) -> None:
     response = client.responses.create(model="demo", input=SUM)
     completion = chat(client, [{"role": "user", "content": SUM}])
-    assert response.output_text == completion.choices[0].message.content == "5"
+    assert response.output_text == completion.choices[0].message.content == "2 + 3 = 5."
     assert (response.object, response.status, response.error) == ("response", "completed", None)
     assert response.usage is not None
     assert response.usage.input_tokens == completion.usage.prompt_tokens

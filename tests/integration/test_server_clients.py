@@ -17,6 +17,7 @@ from tests.integration.raw_http import call
 from tests.integration.server_process import ServerProcess, serve
 
 TOOL = ["get_weather", ["city"]]
+FIVE = "2 + 3 = 5."
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_guidellm(server: ServerProcess) -> None:
 @pytest.mark.long
 def test_langchain_openai(server: ServerProcess) -> None:
     found = run("langchain_openai", server)
-    assert (found["whole"], found["streamed"], found["several"]) == ("5", "5", ["5", "5"])
+    assert (found["whole"], found["streamed"], found["several"]) == (FIVE, FIVE, [FIVE, FIVE])
     assert found["usage"]
     assert (found["tool"], found["shaped"]) == (TOOL, ["city"])
     assert found["turns"]
@@ -65,8 +66,8 @@ def test_litellm(server: ServerProcess) -> None:
     found = run("litellm", server)
     assert found.pop("text") == story(server)
     for answers in found.values():
-        assert answers == {"whole": "5", "streamed": "5", "tool": TOOL, "cached": "5", "extra": "5"}
+        assert answers == {"whole": FIVE, "streamed": FIVE, "tool": TOOL, "cached": FIVE, "extra": FIVE}
 
 
 def test_llm(server: ServerProcess) -> None:
-    assert run("llm", server) == {"whole": "5", "streamed": "5", "text": story(server)}
+    assert run("llm", server) == {"whole": FIVE, "streamed": FIVE, "text": story(server)}

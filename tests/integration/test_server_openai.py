@@ -409,9 +409,10 @@ def test_format_of_a_chat_completion(client: OpenAI, llm: LLM) -> None:
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "5", "stop")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "2 + 3 = 5.", "stop")
     assert choice.message.tool_calls is None
-    assert llm.chat(SUM, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[0].outputs[0].text == "5"
+    (output,) = llm.chat(SUM, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+    assert output.outputs[0].text == "2 + 3 = 5."
     assert merged_chat(chat(client, stream=True)) == whole_chat(answer)
     assert chat(client, max_completion_tokens=1, max_tokens=9).choices[0].finish_reason == "length"
     assert chat(client, max_completion_tokens=openai.omit, max_tokens=1).usage.completion_tokens == 1
@@ -419,7 +420,7 @@ def test_format_of_a_chat_completion(client: OpenAI, llm: LLM) -> None:
 
 def test_chat_content_in_parts(client: OpenAI) -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]
-    assert chat(client, [{"role": "user", "content": parts}]).choices[0].message.content == "5"
+    assert chat(client, [{"role": "user", "content": parts}]).choices[0].message.content == "2 + 3 = 5."
 
 
 def test_chat_logprobs(client: OpenAI) -> None:
@@ -449,7 +450,8 @@ def test_chat_continues_a_message(client: OpenAI) -> None:
 
 
 def test_chat_template_variables(client: OpenAI) -> None:
-    assert chat(client, extra={"chat_template_kwargs": {"enable_thinking": False}}).choices[0].message.content == "5"
+    answer = chat(client, extra={"chat_template_kwargs": {"enable_thinking": False}})
+    assert answer.choices[0].message.content == "2 + 3 = 5."
     with pytest.raises(openai.BadRequestError, match="must not set 'messages'"):
         chat(client, extra={"chat_template_kwargs": {"messages": []}})
 
@@ -499,7 +501,7 @@ def test_raw_responses_and_helpers(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(model="demo", messages=SUM)  # pyright: ignore
     assert raw.status_code == 200
     assert raw.headers["content-type"] == "application/json"
-    assert raw.parse().choices[0].message.content == "5"
+    assert raw.parse().choices[0].message.content == "2 + 3 = 5."
     with client.chat.completions.with_streaming_response.create(model="demo", messages=SUM, stream=True) as response:  # pyright: ignore
         lines = [line for line in response.iter_lines() if line]
     assert response.headers["content-type"].startswith("text/event-stream")
