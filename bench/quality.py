@@ -3,7 +3,7 @@
     python bench/quality.py [--model demo] [--text FILE] [--tokens 2048]
 
 Perplexity is exp of the mean negative log probability of a text's tokens, in windows of --window tokens that do not
-overlap. Without --text it is that of README.md and of additions, the built-in model's own subject. The bits are those
+overlap. Without --text it is that of LICENSE and of additions, the built-in model's own subject. The bits are those
 of a linear layer's weight, scales included.
 """
 
@@ -55,8 +55,8 @@ def default_texts() -> dict[str, str]:
         f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n{a} + {b} = {a + b}.<|im_end|>\n"
         for a, b in pairs
     )
-    readme = Path(__file__).parents[1] / "README.md"
-    return {readme.name: readme.read_text(encoding="utf-8"), "additions": sums}
+    license = Path(__file__).parents[1] / "LICENSE"
+    return {license.name: license.read_text(encoding="utf-8"), "additions": sums}
 
 
 def perplexity(llm: LLM, text: str, num_tokens: int, window: int) -> float:
