@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 NUM_SEEDS = 3000
 PROMPT = "Once upon a time there was a"
+UNDECIDED = "The code of"  # the model expects many names, and the drafter others
 
 
 def config(method: str, num_drafts: int = 3) -> dict[str, Any]:
@@ -101,10 +102,10 @@ def count_beginnings(first_seed: int, **engine_args: Any) -> tuple[Counter[tuple
     """Counts the first three tokens of many completions of one prompt."""
     llm = LLM(**{**PLAIN, "max_num_seqs": 64, **engine_args})
     seeds = range(first_seed, first_seed + NUM_SEEDS)
-    # At this temperature some probabilities of the drafter exceed the model's, and not only top_k rejects drafts.
-    asked = {"temperature": 0.2, "top_k": 4, "max_tokens": 4, "ignore_eos": True}
+    # Not only top_k rejects drafts: some probabilities of the drafter exceed the model's.
+    asked = {"temperature": 1.0, "top_k": 4, "max_tokens": 4, "ignore_eos": True}
     params = [SamplingParams(seed=seed, **asked) for seed in seeds]
-    outputs = llm.generate([PROMPT] * NUM_SEEDS, params, use_tqdm=False)
+    outputs = llm.generate([UNDECIDED] * NUM_SEEDS, params, use_tqdm=False)
     stats = llm.stats().speculation
     llm.shutdown()
     return Counter(tuple(output.outputs[0].token_ids[:3]) for output in outputs), stats
