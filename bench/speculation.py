@@ -6,9 +6,9 @@
 
 The tasks repeat parts of the prompt to different degrees: `lookup` answers a question about facts, `copy` repeats a
 list, `json` converts a table to JSON, `schema` does so within a JSON schema, `story` continues freely. They are worded
-as in the built-in model's training, and answers end where the model ends them. Plain and
-drafted runs alternate; printed are the plain run's median tokens per second, and for each method the ratio of the
-medians and the share of accepted drafts; then the best table of drafts by batch size for these figures.
+as in the built-in model's training, and answers end where the model ends them. Plain and drafted runs alternate;
+printed are the plain run's median tokens per second, and for each method the ratio of the medians and the share of
+accepted drafts; then the best table of drafts by batch size for these figures.
 
 With `--adapter` the model has a random LoRA adapter of rank 16 of this scale (`bench/lora.py`), and drafters have none.
 With `--synthetic` the weights are random and drafts are accepted at random, each place with its own probability once

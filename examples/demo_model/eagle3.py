@@ -67,6 +67,7 @@ def train(head: Eagle3Head, target: DemoModel, rows: np.ndarray, given: argparse
     from recipe.eagle3 import loss
 
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
+    is_narrow = target.model.norm.weight.dtype == torch.bfloat16
     recent: list[float] = []
     began = time.monotonic()
     with tqdm(desc="train", unit="step", mininterval=5) as progress:
@@ -76,7 +77,6 @@ def train(head: Eagle3Head, target: DemoModel, rows: np.ndarray, given: argparse
                 return
             optimizer.param_groups[0]["lr"] = given.learning_rate * min(1.0, done / WARMUP_SHARE, 1 - done)
             cells = torch.from_numpy(batch.astype(np.int64)).to(given.device)
-            is_narrow = target.model.norm.weight.dtype == torch.bfloat16
             with torch.autocast(cells.device.type, torch.bfloat16, enabled=is_narrow):
                 value = loss(head, target, cells & (2**TOKEN_BITS - 1), cells >> TOKEN_BITS == ANSWER, given.passes)
             value.backward()
@@ -121,7 +121,7 @@ def main() -> None:
 
     torch.manual_seed(given.seed)
     rows, _ = load_bank(bank, folder)
-    # Without instructions for bfloat16, a CPU takes fifteen times as long for it as for float32.
+    # Without instructions for bfloat16, a CPU takes about ten times as long for it as for float32.
     found = torch.cpu.get_capabilities()
     is_slow = given.device == "cpu" and not (found.get("avx512_bf16") or found.get("bf16"))
     dtype = torch.float32 if is_slow else torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -105,6 +106,23 @@ def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(EngineArgs()).on_device("cpu")
     with compile_ahead.compiling_ahead(config, cpu_parts().compute_capability) as wait:
         wait()
+
+
+def test_as_many_processes_compile_as_there_are_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One core is left for the engine's process; affinity and a cgroup's quota count."""
+    counts: list[int] = []
+
+    def compiling(config: Any, capability: int, num_processes: int) -> contextlib.AbstractContextManager[None]:
+        counts.append(num_processes)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(compile_ahead, "compiling", compiling)
+    config = resolve(EngineArgs.from_kwargs())
+    for cores in (1, 4, 64):
+        monkeypatch.setattr(compile_ahead, "usable_cores", lambda cores=cores: cores)
+        with compile_ahead.compiling_ahead(config, 90):
+            pass
+    assert counts == [1, 3, 16]
 
 
 @pytest.mark.long
