@@ -437,38 +437,39 @@ struct ColumnUnits {
 
     static constexpr int kVectors = kPanel / kLanes;
 
-    // Calls take(input, vector of columns, values) for every input of a unit.
-    template <int kKind, int kForm, class Take>
+    // Calls take(input, part, values) for every input of a unit and its vectors of columns from `first` on, of which there
+    // are as many as `numbers`.
+    template <int kKind, int kForm, int kParts, class Take>
     static PENSTOCK_INLINE void each_input(const Quantization& quantization, const Codebook& codebook,
-                                           const Numbers<kKind, kForm>& numbers, const char* unit, int part,
+                                           const Numbers<kKind, kForm> (&numbers)[kParts], const char* unit, int first,
                                            const Take& take) {
         constexpr int kMore = code_bits(kKind) - 4;
-        if constexpr (kMore < 4) {
-            Words more{};
-            if constexpr (kMore == 1) more = load_half_words(unit + kNibbleBytes + part * kLanes * 2);
-            if constexpr (kMore == 2) more = load_words(unit + kNibbleBytes + part * kLanes * 4);
-            for (int half = 0; half < 2; ++half) {
-                Words words = load_words(unit + (half * kPanel + part * kLanes) * 4);
-                for (int input = 0; input < 8; ++input, words = next_nibbles(words)) {
-                    const int number = half * 8 + input;
+        Words words[kParts], more[kParts];
+#pragma GCC unroll 16
+        for (int input = 0; input < kUnit; ++input) {
+#pragma GCC unroll 2
+            for (int part = 0; part < kParts; ++part) {
+                const int64_t at = (first + part) * kLanes;
+                if constexpr (kMore < 4) {
+                    if (input == 0 && kMore == 1) more[part] = load_half_words(unit + kNibbleBytes + at * 2);
+                    if (input == 0 && kMore == 2) more[part] = load_words(unit + kNibbleBytes + at * 4);
+                    words[part] = input % 8 ? next_nibbles(words[part]) : load_words(unit + (input / 8 * kPanel + at) * 4);
                     if constexpr (kMore)
-                        take(number, numbers.value(joined(words, more, more_at(kMore, number), kMore)));
+                        take(input, part, numbers[part].value(joined(words[part], more[part], more_at(kMore, input), kMore)));
                     else if constexpr (counts_from_zero(kKind))
-                        take(number, numbers.value(low_nibbles(words)));
+                        take(input, part, numbers[part].value(low_nibbles(words[part])));
                     else
-                        take(number, numbers.value(look_up(codebook, words)));
+                        take(input, part, numbers[part].value(look_up(codebook, words[part])));
+                } else {
+                    char line[kLanes];
+                    const char* codes = unit + input * kPanel + at;
+                    if constexpr (kInWords) {
+                        const char* word = unit + (input / 8 * 2 + input % 2) * kPanel * 4 + input % 8 / 2;
+                        for (int lane = 0; lane < kLanes; ++lane) line[lane] = word[(at + lane) * 4];
+                        codes = line;
+                    }
+                    take(input, part, numbers[part].value(from_bytes<kKind>(codes, quantization)));
                 }
-            }
-        } else {
-            for (int input = 0; input < kUnit; ++input) {
-                char line[kLanes];
-                const char* codes = unit + input * kPanel + part * kLanes;
-                if constexpr (kInWords) {
-                    const char* word = unit + (input / 8 * 2 + input % 2) * kPanel * 4 + input % 8 / 2;
-                    for (int lane = 0; lane < kLanes; ++lane) line[lane] = word[(part * kLanes + lane) * 4];
-                    codes = line;
-                }
-                take(input, numbers.value(from_bytes<kKind>(codes, quantization)));
             }
         }
     }
@@ -480,11 +481,12 @@ struct ColumnUnits {
         int64_t first = 0;
         panel.each_group(weight, inputs, [&](const GroupNumbers& header, const char* units, int64_t count) {
             for (int part = 0; part < kVectors; ++part) {
-                const auto numbers = Numbers<kKind, kForm>::load(quantization, panel, header, part * kLanes);
+                const Numbers<kKind, kForm> numbers[] = {
+                    Numbers<kKind, kForm>::load(quantization, panel, header, part * kLanes)};
                 for (int64_t unit = 0; unit < count; ++unit)
                     each_input<kKind, kForm>(
                         quantization, codebook, numbers, units + unit * panel.unit_bytes, part,
-                        [&](int input, Vector value) {
+                        [&](int input, int, Vector value) {
                             put_input<kExtremes>(Dense(), out, first + unit * kUnit + input, part * kLanes, value);
                         });
             }
@@ -500,8 +502,8 @@ struct ColumnUnits {
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>* tiles) {
         const Tile<typename Base::Element>& tile = *tiles;
-        // A sum waits for the one before it: so few rows have the sums of two vectors to work on.
-        constexpr int kTogether = kVectors == 2 && kCount <= 2 ? 2 : 1;
+        // A sum waits for the one before it: so few rows have the sums of two vectors to work on, input by input.
+        constexpr int kTogether = kCount <= (code_bits(kKind) == 8 ? 4 : 2) ? 2 : 1;
         const Codebook codebook(quantization.codebook);
         Vector all[kCount][kVectors];
         for (int row = 0; row < kCount; ++row)
@@ -521,15 +523,13 @@ struct ColumnUnits {
                     if (first == 0 && tile.prefetch.step)
                         for (int64_t byte = 0; byte < panel.unit_bytes; byte += 64)
                             __builtin_prefetch(codes + tile.prefetch.step + byte, 0, 2);
-#pragma GCC unroll 2
-                    for (int part = 0; part < kTogether; ++part)
-                        each_input<kKind, kForm>(
-                            quantization, codebook, numbers[part], codes, first + part, [&](int input, Vector value) {
-                                const Vector weights = rounded(value);
-                                for (int row = 0; row < kCount; ++row)
-                                    sums[part][row] =
-                                        multiply_add(spread(inputs[input * kCount + row]), weights, sums[part][row]);
-                            });
+                    each_input<kKind, kForm>(
+                        quantization, codebook, numbers, codes, first, [&](int input, int part, Vector value) {
+                            const Vector weights = rounded(value);
+                            for (int row = 0; row < kCount; ++row)
+                                sums[part][row] =
+                                    multiply_add(spread(inputs[input * kCount + row]), weights, sums[part][row]);
+                        });
                 }
                 for (int part = 0; part < kTogether; ++part)
                     for (int row = 0; row < kCount; ++row) all[row][first + part] = sums[part][row];
