@@ -17,7 +17,7 @@ import gguf_header
 import llama_cpp
 import numpy as np
 from gguf_mixes import MIXES, quantized
-from workload import OUTPUT, batch_sizes, measure
+from workload import OUTPUT, Report, batch_sizes, measure
 
 MOST_REQUESTS, MOST_ROWS = 32, 2048
 
@@ -222,7 +222,7 @@ class Engine:
         self._context = llama_cpp.llama_init_from_model(self._model, context)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
-    def generate(self, batch: list[list[int]], num_tokens: int) -> None:
+    def generate(self, batch: list[list[int]], num_tokens: int, report: Report) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         last = [0] * len(batch)
         rows = [(prompt[i], i, s, i == len(prompt) - 1) for s, prompt in enumerate(batch) for i in range(len(prompt))]
@@ -230,9 +230,11 @@ class Engine:
             part = rows[first : first + MOST_ROWS]
             for row, token in zip([row for row in part if row[3]], self._decode(part), strict=True):
                 last[row[2]] = token
+        report(range(len(batch)))
         for step in range(num_tokens - 1):
             rows = [(last[s], len(batch[s]) + step, s, True) for s in range(len(batch))]
             last = self._decode(rows)
+            report(range(len(batch)))
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
         """Runs (token, position, sequence, wants logits) rows; returns the greedy tokens of those that want them."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_generate import generate_with
 from workload import measure
 
 WEIGHTS = {
@@ -40,14 +41,7 @@ def main() -> None:
     model = OVModelForCausalLM.from_pretrained(
         exported(Path(folder), weights), ov_config={"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": "2"}
     )
-    model.generation_config.pad_token_id = 0
-
-    def generate(batch: list[list[int]], num_tokens: int) -> None:
-        ids = torch.tensor(batch)
-        mask = torch.ones_like(ids)
-        model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens)
-
-    measure("openvino", generate)
+    measure("openvino", generate_with(model))
 
 
 main()

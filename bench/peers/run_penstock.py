@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from quantized_checkpoint import KINDS, checkpoint
-from workload import longest, measure
+from workload import Report, longest, measure
 
 from penstock import LLM, SamplingParams
 
@@ -32,7 +33,16 @@ def main() -> None:
         quantize_activations=os.environ.get("ACTIVATIONS") or None,
     )
 
-    def generate(batch: list[list[int]], num_tokens: int) -> None:
+    core: Any = llm._core
+    step = core.step
+
+    def generate(batch: list[list[int]], num_tokens: int, report: Report) -> None:
+        def reported_step() -> Any:
+            result = step()
+            report(output.request_id for output in result.outputs for _ in output.new_token_ids)
+            return result
+
+        core.step = reported_step
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         llm.generate(batch, params, use_tqdm=False)
 

@@ -14,7 +14,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from quantized_checkpoint import checkpoint
 from vllm import LLM, SamplingParams
-from workload import longest, measure
+from vllm.sampling_params import RequestOutputKind
+from workload import Report, longest, measure
 
 
 def main() -> None:
@@ -30,9 +31,18 @@ def main() -> None:
         max_num_seqs=64,
     )
 
-    def generate(batch: list[list[int]], num_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
+    def generate(batch: list[list[int]], num_tokens: int, report: Report) -> None:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        for number, prompt in enumerate(batch):
+            llm.llm_engine.add_request(f"{id(batch)}-{number}", {"prompt_token_ids": prompt}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            report(made.request_id for made in llm.llm_engine.step() for _ in made.outputs[0].token_ids)
 
     measure("vllm-cpu", generate)
 

@@ -1,7 +1,7 @@
 """The workload that every engine runs: prompts of random tokens, fixed lengths, greedy.
 
-    decode at batch b   (time of OUTPUT tokens - time of 1) / (OUTPUT - 1), prompts of 128 tokens, or of those of a
-                        batch like 8@4096
+    decode at batch b   tokens per second while every request decodes: from the moment when all have a token until one
+                        has OUTPUT; prompts of 128 tokens, or of those of a batch like 8@4096
     processor           seconds of all threads in the same time, per token
     prefill             1024 tokens, time to the first token
 
@@ -18,14 +18,19 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 PROMPT, OUTPUT, PREFILL = 128, 65, 1024
 START = "start"
 
-Generate = Callable[[list[list[int]], int], None]
-"""Runs a batch of prompts to exactly that many output tokens each."""
+Report = Callable[[Iterable[Hashable]], None]
+"""Takes the request of every token that a step has made."""
+
+Generate = Callable[[list[list[int]], int, Report], None]
+"""Runs a batch of prompts to exactly that many output tokens each, and reports them step by step."""
 
 
 def prompts(count: int, length: int, vocab_size: int, rng: random.Random) -> list[list[int]]:
@@ -48,34 +53,66 @@ def longest() -> int:
     return max([2048, *(length + 2 * OUTPUT for _, _, length in batch_sizes())])
 
 
+@dataclass(frozen=True)
+class Moment:
+    seconds: float
+    processor: float
+    """Seconds of all threads of this process."""
+    num_tokens: int = 0
+
+
+class Run:
+    """One batch, and the moments between which every request decodes."""
+
+    def __init__(self, generate: Generate, batch: list[list[int]], num_tokens: int) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self._size = len(batch), num_tokens
+        self._moments = [self._now()]
+        generate(batch, num_tokens, self._report)
+        assert sum(self._counts.values()) == len(batch) * num_tokens, self._counts
+        self.begin, self.all_have_one, self.one_has_all = self._moments
+
+    def _report(self, requests: Iterable[Hashable]) -> None:
+        self._counts.update(requests)
+        if len(self._moments) == 1 and len(self._counts) == self._size[0]:
+            self._moments.append(self._now())
+        if len(self._moments) == 2 and max(self._counts.values()) == self._size[1]:
+            self._moments.append(self._now())
+
+    def _now(self) -> Moment:
+        return Moment(time.perf_counter(), time.process_time(), sum(self._counts.values()))
+
+
 def measure(engine: str, generate: Generate, repeats: int = 1) -> None:
     """Prints `{"engine": ..., "decode_b1": tokens/s, "processor_b1": ms, ..., "prefill": tokens/s}`, each the median of
     `repeats`."""
     rng = random.Random(0)
     vocab_size = json.loads((Path(sys.argv[1]) / "config.json").read_text())["vocab_size"]
 
-    def timed(count: int, length: int, num_tokens: int) -> tuple[float, float]:
-        batch = prompts(count, length, vocab_size, rng)
-        started, used = time.perf_counter(), time.process_time()
-        generate(batch, num_tokens)
-        return time.perf_counter() - started, time.process_time() - used
+    def run(count: int, length: int, num_tokens: int) -> Run:
+        return Run(generate, prompts(count, length, vocab_size, rng), num_tokens)
 
     result: dict[str, float | str] = {"engine": engine}
     if START in sys.argv[3:]:
-        timed(1, PROMPT, 1)
+        run(1, PROMPT, 1)
         print(json.dumps(result | _start()), flush=True)
         return
-    timed(1, PROMPT, 4)
+    run(1, PROMPT, 4)
     for text, count, length in batch_sizes():
         rates: list[float] = []
         processor: list[float] = []
         for _ in range(repeats):
-            first, all_tokens = timed(count, length, 1), timed(count, length, OUTPUT)
-            rates.append(count * (OUTPUT - 1) / (all_tokens[0] - first[0]))
-            processor.append((all_tokens[1] - first[1]) * 1000 / (count * (OUTPUT - 1)))
+            timed = run(count, length, OUTPUT)
+            first, last = timed.all_have_one, timed.one_has_all
+            num_tokens = last.num_tokens - first.num_tokens
+            rates.append(num_tokens / (last.seconds - first.seconds))
+            processor.append((last.processor - first.processor) * 1000 / num_tokens)
         result[f"decode_b{text}"] = round(statistics.median(rates), 1)
         result[f"processor_b{text}"] = round(statistics.median(processor), 1)
-    result["prefill"] = round(statistics.median(PREFILL / timed(1, PREFILL, 1)[0] for _ in range(repeats)), 1)
+    prefills = [run(1, PREFILL, 1) for _ in range(repeats)]
+    result["prefill"] = round(
+        statistics.median(PREFILL / (each.all_have_one.seconds - each.begin.seconds) for each in prefills), 1
+    )
     print(json.dumps(result), flush=True)
 
 
