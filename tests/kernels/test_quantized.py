@@ -19,8 +19,8 @@ from tests.grids import grid
 
 SETS = native.instruction_sets()
 ISAS = (*SETS, "torch")
-# Fused rows on every set, whole and partial blocks, and several blocks.
-ROWS = (1, 2, 3, 4, 5, 8, 13, 33, 70)
+# Fused rows on every set, whole and partial blocks, several blocks, and more than take a panel in chunks.
+ROWS = (1, 2, 3, 4, 5, 8, 13, 33, 115)
 # Inputs and outputs of a layer and inputs of a group: whole; a short last group; less than a step; more than a chunk of
 # a panel, in groups and in one; outputs beyond the last panel.
 SHAPES = ((256, 96, 32), (224, 70, 64), (81, 33, 16), (37, 40, 37), (2112, 32, 128), (3000, 33, 3000))
@@ -198,7 +198,7 @@ def test_extreme_scales_keep_the_equality(isa: str, kind: str) -> None:
     assert weight.has_extreme_values()
     assert weight.dequantize().isfinite().all()
     found, expected = pack(isa, weight), pack(isa, weight.dequantize())
-    for rows in ROWS[:6]:
+    for rows in (*ROWS[:6], ROWS[-1]):
         x = inputs_of(rows, 128) * torch.tensor([1.0, 2.0**100]).repeat(64)
         # Sums of huge products of both signs are not numbers.
         outputs = [packed(x.bfloat16()) for packed in (found, expected)]

@@ -82,8 +82,9 @@ struct Fma {
 
     static void run(const Tile<Element>& tile) { dispatch<kRows, Element>(tile); }
 
-    // The same by weights of float32, up to the sums, which are [rows, kPanel].
-    static void run_unfinished(const Tile<Element>& tile) { dispatch<kRows, float>(tile); }
+    // The same by weights of float32; sums that are left unfinished are [rows, kPanel].
+    static void run_wide(const Tile<Element>& tile) { dispatch<kRows, float>(tile); }
+    static void run_unfinished(const Tile<Element>& tile) { run_wide(tile); }
 
     static void store_sums(const Tile<Element>& tile, int64_t row, const float* sums) {
         alignas(64) float bias[kPanel] = {};

@@ -13,7 +13,7 @@ namespace {
 typedef uint32_t Codes __attribute__((vector_size(kLanes * 4), may_alias));
 typedef int16_t Pairs16 __attribute__((vector_size(kLanes * 4), may_alias));
 
-using GroupUnits = ColumnUnits<Fma<BFloat>, true>;
+using GroupUnits = ColumnUnits<true>;
 
 // The inputs of a row in a group: how many steps of the scale they are, and their sum.
 struct InputGroup {
@@ -366,8 +366,8 @@ struct GroupSums {
         uint16_t* dense = reinterpret_cast<uint16_t*>(dense_panel.reserve(round_up(k, kUnit) * kPanel * 2));
         with_kind(quantization, [&](auto kind, auto) {
             constexpr int kForm = kind.value == kFives || kind.value == kSixes ? kFused : kAffine;
-            GroupUnits::dequantise<kind.value, kForm, true>(quantization, panel, weight, {0, k},
-                                                           reinterpret_cast<char*>(dense));
+            GroupUnits::dequantise<Fma<BFloat>, kind.value, kForm, true>(quantization, panel, weight, {0, k},
+                                                                         reinterpret_cast<char*>(dense));
         });
         for (int64_t column = 0; column < columns; ++column)
             for (int64_t input = 0; input < k; ++input) out[column * k + input] = dense[input * kPanel + column];

@@ -364,6 +364,17 @@ inline void store_rounded(uint16_t* to, Vector value) {
 
 // Write one input of the columns from `column` on to a panel that is not quantized.
 template <bool kExtremes>
+inline void put_input(Fma<Float>, char* panel, int64_t input, int64_t column, Vector value) {
+    if constexpr (kExtremes) {
+        BFloat line[kLanes];
+        write(line, value);
+        value = read(line);
+    } else {
+        value = rounded(value);
+    }
+    write(reinterpret_cast<float*>(panel) + input * kPanel + column, value);
+}
+template <bool kExtremes>
 inline void put_input(Fma<BFloat>, char* panel, int64_t input, int64_t column, Vector value) {
     store_rounded<kExtremes>(reinterpret_cast<uint16_t*>(panel) + input * kPanel + column, value);
 }
@@ -404,7 +415,7 @@ constexpr uint64_t kLowest = uint64_t{0x0001000100010001} * ((1 << kBits) - 1);
 //
 // Half words and words have four equal fields, of inputs 0, 1, 8, 9, then of 2, 3, 10, 11, and so on: so the bits of one word
 // of 8 bits have one distance there, of a byte in words.
-template <class Dense, bool kInWords = false>
+template <bool kInWords = false>
 struct ColumnUnits {
     // Where the bits of an input begin.
     static constexpr int more_at(int bits, int input) { return (input % 8 / 2 * 4 + input / 8 * 2 + input % 2) * bits; }
@@ -474,7 +485,7 @@ struct ColumnUnits {
         }
     }
 
-    template <int kKind, int kForm, bool kExtremes>
+    template <class Dense, int kKind, int kForm, bool kExtremes>
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
         const Codebook codebook(quantization.codebook);
@@ -502,7 +513,7 @@ struct ColumnUnits {
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>* tiles) {
         const Tile<typename Base::Element>& tile = *tiles;
-        // A sum waits for the one before it: so few rows have the sums of two vectors to work on, input by input.
+        // A multiply-add waits for the previous one to its accumulator: so few rows alternate between two vectors'.
         constexpr int kTogether = kCount <= (code_bits(kKind) == 8 ? 4 : 2) ? 2 : 1;
         const Codebook codebook(quantization.codebook);
         Vector all[kCount][kVectors];
@@ -679,7 +690,7 @@ struct PairUnits {
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
 
-    template <int kKind, int kForm, bool kExtremes>
+    template <class Dense, int kKind, int kForm, bool kExtremes>
     static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
                            Range inputs, char* out) {
         const Table table = load_table<kKind>(quantization.codebook);
@@ -755,9 +766,9 @@ struct PairUnits {
 thread_local Scratch dense_panel;
 
 // The kernel `Base` for quantized weights whose units are `Units`. At most `kFewRows` rows take values from registers;
-// others take kChunk inputs of a panel after another from memory, or all at once if that is 0 or there are more than
-// kChunkBlocks blocks of them.
-template <class Base, class Units, int kFewRows, int64_t kChunk, int64_t kChunkBlocks = INT64_MAX>
+// others take kChunk inputs of a panel after another from memory, as a panel of the kernel `Chunked`, or all at once if
+// that is 0 or there are more than kChunkBlocks blocks of them.
+template <class Base, class Units, int kFewRows, int64_t kChunk, int64_t kChunkBlocks = INT64_MAX, class Chunked = Base>
 struct Quantized : Base {
     using Element = typename Base::Element;
 
@@ -858,7 +869,9 @@ struct Quantized : Base {
         Tile<Element>& tile = *tiles;
         tile.k = Base::padded_k(x.k);
         const bool takes_chunks = kChunk && x.count <= kChunkBlocks;
-        const int64_t chunk = takes_chunks ? kChunk : round_up(x.k, 32), dense_bytes = chunk * kPanel * 2;
+        const int64_t chunk = takes_chunks ? kChunk : round_up(x.k, 32);
+        const int64_t dense_bytes =
+            chunk * kPanel * (takes_chunks ? sizeof(typename Chunked::Element) : sizeof(Element));
         const int64_t sums_of_block = Base::kRows * kPanel;
         char* dense = dense_panel.reserve(dense_bytes + (takes_chunks ? x.count * sums_of_block * 4 : 0));
         char* out = tile.out;
@@ -867,11 +880,10 @@ struct Quantized : Base {
         for (int64_t first = 0; first < x.k; first += chunk) {
             const Range inputs{first, smaller(x.k, first + chunk)};
             with_kind(quantization, [&](auto kind, auto form) {
-                constexpr int kSlowForm = kind.value == kFives || kind.value == kSixes ? kFused : kAffine;
-                if (quantization.has_extremes)
-                    Units::template dequantise<kind.value, kSlowForm, true>(quantization, panel, weight, inputs, dense);
+                if (takes_chunks)
+                    dequantise<Chunked, kind.value, form.value>(quantization, panel, weight, inputs, dense);
                 else
-                    Units::template dequantise<kind.value, form.value, false>(quantization, panel, weight, inputs, dense);
+                    dequantise<Base, kind.value, form.value>(quantization, panel, weight, inputs, dense);
             });
             Units::clear(dense, inputs.end - first);
             tile.k = Base::padded_k(inputs.end - first);
@@ -883,10 +895,30 @@ struct Quantized : Base {
                 tile.x = x.packed + block * x.bytes + Base::x_bytes(tile.rows, first);
                 tile.sums = reinterpret_cast<float*>(dense + dense_bytes) + block * sums_of_block;
                 tile.out = out + x.first(block) * tile.out_stride;
-                Base::run(tile);
+                if (takes_chunks)
+                    run_chunk(tile);
+                else
+                    Base::run(tile);
                 tile.prefetch.step = 0;
             }
         }
+    }
+
+    template <class Dense, int kKind, int kForm>
+    static void dequantise(const Quantization& quantization, const QuantizedPanel& panel, const char* weight,
+                           Range inputs, char* out) {
+        constexpr int kSlowForm = kKind == kFives || kKind == kSixes ? kFused : kAffine;
+        if (quantization.has_extremes)
+            Units::template dequantise<Dense, kKind, kSlowForm, true>(quantization, panel, weight, inputs, out);
+        else
+            Units::template dequantise<Dense, kKind, kForm, false>(quantization, panel, weight, inputs, out);
+    }
+
+    static void run_chunk(const Tile<Element>& tile) {
+        if constexpr (sizeof(typename Chunked::Element) == sizeof(Element))
+            Base::run(tile);
+        else
+            Base::run_wide(tile);
     }
 
     template <int kCount, int kKind, int kForm>
@@ -905,12 +937,12 @@ using BFloatKernel = DotPairs;
 using QuantizedKernel = Quantized<DotPairs, PairUnits, 4, 1024>;
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 using BFloatKernel = Matrices;
-using QuantizedKernel = Quantized<Matrices, ColumnUnits<Matrices>, 0, 256>;
+using QuantizedKernel = Quantized<Matrices, ColumnUnits<>, 0, 256>;
 #else
 using BFloatKernel = Fma<BFloat>;
-// Every number of rows has functions of its own, so there is a limit.
-constexpr int kFmaFewRows = Fma<BFloat>::kRows < 8 ? Fma<BFloat>::kRows : 8;
-using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits<Fma<BFloat>>, kFmaFewRows, 0>;
+// Every number of few rows has functions of its own. A chunk of float32 stays in the first-level cache.
+constexpr int kFmaFewRows = kRowsOfParts > 8 ? 8 : kRowsOfParts < 4 ? kRowsOfParts : 4;
+using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits<>, kFmaFewRows, 128, 8, Fma<Float>>;
 #endif
 
 template <>
