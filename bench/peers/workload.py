@@ -27,7 +27,7 @@ PROMPT, OUTPUT, PREFILL = 128, 65, 1024
 START = "start"
 
 Report = Callable[[Iterable[Hashable]], None]
-"""Takes the request of every token that a step has made."""
+"""Called after each step with the request of every new token."""
 
 Generate = Callable[[list[list[int]], int, Report], None]
 """Runs a batch of prompts to exactly that many output tokens each, and reports them step by step."""
@@ -58,7 +58,7 @@ class Moment:
     seconds: float
     processor: float
     """Seconds of all threads of this process."""
-    num_tokens: int = 0
+    num_tokens: int
 
 
 class Run:

@@ -347,7 +347,7 @@ def test_disconnecting_changes_no_other_tokens_and_leaks_no_memory() -> None:
         return {client: tokens for client, tokens in enumerate(results) if client not in leaving}
 
     # Few blocks, so that all have been touched, and paged in, after the first rounds. Large tensors get pages of their
-    # own: freed in a heap, they leave gaps, and it grows by 10 MiB in some series of rounds and shrinks in others.
+    # own: in glibc's heap they cause fragmentation, which changed its resident size by up to 10 MiB.
     allocation = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
     with serve("--num-gpu-blocks-override", "256", env=allocation) as server:
         alone = [asyncio.run(_run_client(server.url, client, None)) for client in range(NUM_PROMPTS)]

@@ -513,7 +513,7 @@ struct ColumnUnits {
     static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
                                                      const Tile<typename Base::Element>* tiles) {
         const Tile<typename Base::Element>& tile = *tiles;
-        // A multiply-add waits for the previous one to its accumulator: so few rows alternate between two vectors'.
+        // A multiply-add waits for the previous one to its accumulator: few rows alternate between those of two vectors.
         constexpr int kTogether = kCount <= (code_bits(kKind) == 8 ? 4 : 2) ? 2 : 1;
         const Codebook codebook(quantization.codebook);
         Vector all[kCount][kVectors];
