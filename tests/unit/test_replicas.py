@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import pytest
 
-from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
+from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams, StructuredOutputsParams
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
 from penstock.config.kv_transfer import KVTransferConfig
 from penstock.config.replicas import core_plans
-from penstock.engine.core_messages import Ready
+from penstock.engine.core_messages import CODEC, Ready
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.input_processor import InputProcessor, ProcessedRequest
 from penstock.frontend.placement import Placement
@@ -44,10 +44,12 @@ def placement(*replicas: StubReplica) -> Placement:
     return Placement(cast("tuple[Replica, ...]", replicas), is_prefix_aware=False)
 
 
-def request(num_tokens: int = 4, cache_salt: str | None = None) -> ProcessedRequest:
+def request(
+    num_tokens: int = 4, cache_salt: str | None = None, params: SamplingParams | None = None
+) -> ProcessedRequest:
     prompt = {"prompt_token_ids": list(range(num_tokens)), "cache_salt": cache_salt}
     processor = InputProcessor(tokenizer=None, vocab_size=5000, max_model_len=5000, eos_token_ids=frozenset(), seed=0)
-    return processor.process(secrets.token_hex(4), prompt, SamplingParams(max_tokens=1))
+    return processor.process(secrets.token_hex(4), prompt, params or SamplingParams(max_tokens=1))
 
 
 def test_idle_replicas_take_turns() -> None:
@@ -81,6 +83,15 @@ def test_a_requested_rank_is_chosen() -> None:
 def test_an_unknown_rank_is_refused(rank: int) -> None:
     with pytest.raises(RequestError, match="from 0 to 1"):
         placement(StubReplica(), StubReplica()).choose(request(), rank)
+
+
+def test_any_json_schema_can_be_sent_to_the_engine_core() -> None:
+    schema = {"type": "integer", "maximum": 10**30}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    (child,) = request(params=params).children
+    assert child.grammar is not None
+    assert str(10**30) in child.grammar.text
+    assert CODEC.encode(child)
 
 
 # ---- Prefix-aware placement ----
@@ -163,6 +174,22 @@ def test_a_conversation_leaves_a_replica_with_much_more_work() -> None:
     stream.close()
     pair.occupy(1, 545)
     assert pair.choose(request(1000)) == (0, 0)
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    class FullCore(SilentCore):
+        num_sent = 0
+
+        def add_request(self, request: EngineRequest) -> None:
+            self.num_sent += 1
+            if self.num_sent > 1:
+                raise OverflowError("it cannot be encoded")
+
+    only = replica(FullCore())
+    with pytest.raises(OverflowError):
+        only.submit(request(params=SamplingParams(n=2)), 0.0, None)
+    assert (only.num_unfinished, only.load, only.idle.is_set()) == (0, 0, True)
+    assert only.seconds_without_progress == 0
 
 
 def test_cached_tokens_do_not_count_as_work() -> None:

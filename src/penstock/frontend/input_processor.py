@@ -120,7 +120,8 @@ class InputProcessor:
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
             prompt_token_ids=token_ids,
-            sampling_params=params,
+            # The engine reads the grammar, and a message cannot hold every number that a schema may have.
+            sampling_params=replace(params, structured_outputs=None) if params.structured_outputs else params,
             max_tokens=max_tokens,
             seed=seed & _SEED_MASK,
             output_token_ids=given[0],

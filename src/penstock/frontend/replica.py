@@ -175,10 +175,12 @@ class Replica:
 
         Raises OverloadedError if there is no room or during a restart, and EngineDeadError after the last death.
         """
-        core, limit = self._core.client, self.limits.max_num_queued_requests
-        if len(self._owners) + len(request.children) > limit:
-            held = len(self._owners)
+        core, limit, held = self._core.client, self.limits.max_num_queued_requests, len(self._owners)
+        if held + len(request.children) > limit:
             raise OverloadedError(f"the engine already holds {held} of max_num_queued_requests={limit} requests")
+        for child in request.children:
+            # Before anything is recorded: a request that cannot be sent must leave nothing behind.
+            core.add_request(replace(child, dp_rank=self._dp_rank) if self._dp_rank else child)
         if not self._owners:
             self._last_progress = arrived
         child_ids = [child.request_id for child in request.children]
@@ -200,7 +202,6 @@ class Replica:
                     adapter=None if child.adapter is None else child.adapter.name,
                 )
             )
-            core.add_request(replace(child, dp_rank=self._dp_rank) if self._dp_rank else child)
         return stream
 
     async def shutdown(self) -> None:
