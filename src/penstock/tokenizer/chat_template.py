@@ -19,6 +19,8 @@ from penstock.utils.errors import ConfigError, RequestError
 
 _MAX_RENDERED_CHARACTERS = 16 << 20
 _MAX_SECONDS = 5.0
+# Ends the content of a message that is to be continued, whose text may occur again after it.
+_CONTENT_END = "[end of the content]"
 _deadline: ContextVar[float] = ContextVar("deadline")
 
 
@@ -115,19 +117,18 @@ class ChatTemplate:
         """
         if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools must be a list of objects", "tools")
-        known = {"messages": _plain_messages(messages), "tools": list(tools) if tools else None}
-        known["add_generation_prompt"] = add_generation_prompt
+        plain = _plain_messages(messages)
+        if continue_final_message:
+            plain[-1]["content"] = plain[-1]["content"].rstrip() + _CONTENT_END
+        known = {"messages": plain, "tools": list(tools or ()) or None, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._render({**self._special_tokens, **variables, **known})
         except Exception as error:  # noqa: BLE001 - a template is a program, and what it raises is its own affair
             raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from None
-        if not continue_final_message:
-            return text
-        content = known["messages"][-1]["content"].strip()
-        end = text.rfind(content)
+        end = text.rfind(_CONTENT_END) if continue_final_message else len(text)
         if end < 0:
             raise RequestError("the chat template does not show the last message verbatim", "continue_final_message")
-        return text[: end + len(content)]
+        return text[:end]
 
     def _render(self, context: Mapping[str, Any]) -> str:
         """Renders piece by piece, so that an endless template is stopped."""
