@@ -200,7 +200,7 @@ def _path(error: dict[str, Any], body: Any) -> list[str]:
     """Returns the location of the error in the body, without the names of the types that were tried."""
     path: list[str] = []
     for part in error["loc"][1:]:
-        is_there = (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int))
+        is_there = (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body)))
         if is_there or (error["type"] == "missing" and part == error["loc"][-1]):
             path.append(str(part))
             body = body[part] if is_there else None

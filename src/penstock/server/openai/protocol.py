@@ -253,7 +253,7 @@ class ChatMessage(BaseModel):
             given = {**given, "content": refusal}
         # Null is the same as absent for every field.
         given = {name: value for name, value in given.items() if value is not None}
-        if "function_call" in given:
+        if "function_call" in given and isinstance(given.get("tool_calls", []), list):
             call = {"type": "function", "function": given.pop("function_call")}
             given["tool_calls"] = [call, *given.get("tool_calls", ())]
         others = [name for name in given if name not in _MESSAGE_NAMES]
