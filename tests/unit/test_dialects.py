@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from penstock.messages.sampling_params import BOUNDS
+from penstock.server import limits
 from penstock.server.anthropic.protocol import Message, MessagesRequest, TextBlock, Tool
-from penstock.server.openai import dialects
+from penstock.server.openai import dialects, prompts
 from penstock.server.openai.dialects import (
     EARLIER_ANSWER_FIELDS,
     MESSAGE_FIELDS,
@@ -130,6 +132,31 @@ def test_every_row_has_its_stated_effect(kind: type[Any]) -> None:
             parse(kind, {row.name: example(row)})
         assert caught.value.field == row.name
         assert row.note in str(caught.value)
+
+
+def test_long_names_are_neither_compared_nor_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "z" * 10**5
+    compared: list[str] = []
+    for module, function in ((dialects, "nearest"), (prompts, "did_you_mean")):
+        monkeypatch.setattr(module, function, lambda name, _: compared.append(name) or "")
+    with pytest.raises(RequestError) as unknown:
+        parse(CompletionRequest, {name: 1})
+    message = ChatMessage.model_validate({"role": "user", "content": "hi", name: 1})
+    with pytest.raises(RequestError) as unknown_in_message:
+        prompts.check_messages([message], "{{ messages }}")
+    assert compared == [name[: limits.MAX_NAME_CHARACTERS]] * 2
+    assert all(len(str(each.value)) < 400 for each in (unknown, unknown_in_message))
+    assert unknown.value.field == compared[0]
+
+
+def test_a_template_is_searched_once_for_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    search = re.search
+    monkeypatch.setattr(prompts.re, "search", lambda pattern, text: searched.append(pattern) or search(pattern, text))
+    fields = dict.fromkeys(("if", "for", "end"), 1)
+    messages = [ChatMessage.model_validate({"role": "user", "content": "hi", **fields})] * 100
+    prompts.check_messages(messages, "if for end")
+    assert len(searched) == len(fields)
 
 
 def test_no_name_is_in_two_rows() -> None:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.server import limits
 from penstock.utils.errors import RequestError
 from penstock.utils.names import nearest
 
@@ -250,8 +251,8 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
             kept[name] = value
         elif row is None:
             if not is_ignored(name):
-                hint = nearest(str(name), [*declared, *rows])
-                raise RequestError(f"{name} is not a field of this request{hint}", str(name))
+                shown = str(name)[: limits.MAX_NAME_CHARACTERS]
+                raise RequestError(f"{shown} is not a field of this request{nearest(shown, [*declared, *rows])}", shown)
         elif row.effect is not Effect.INERT and value is not None and value not in row.neutral:
             # A supported field that this request does not have belongs to another route.
             why = row.note if row.effect is Effect.REFUSED else "is not supported by this route"

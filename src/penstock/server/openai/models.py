@@ -13,7 +13,6 @@ from penstock.server.openai.conversation import render_messages, template_option
 from penstock.server.openai.prompts import Tokenizing
 from penstock.server.openai.protocol import ERRORS, DetokenizeRequest, TokenizeRequest
 from penstock.server.service import Service, service_of
-from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
@@ -64,7 +63,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         tokenizing = Tokenizing(add_special_tokens=body.add_special_tokens is True)
         options = template_options(body)
         tokens = await render_messages(service, body.messages or (), body.tools or (), options, tokenizing)
-    texts = await asyncio.to_thread(_texts, tokenizer, tokens) if body.return_token_strs else None
+    texts = await asyncio.to_thread(list, map(tokenizer.decode_token, tokens)) if body.return_token_strs else None
     return JSONResponse(
         {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens, "token_strs": texts}
     )
@@ -80,7 +79,3 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise RequestError(f"tokens must be integers from 0 to {vocab_size - 1}", "tokens")
     decode = service.llm.get_tokenizer().decode
     return JSONResponse({"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)})
-
-
-def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    return [tokenizer.decode_token(token) for token in tokens]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.frontend.input_processor import Prompt
+from penstock.server import limits
 from penstock.server.openai.dialects import is_ignored
 from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, GenerationRequest, TemplateOptions
 from penstock.server.service import Service
@@ -88,14 +90,16 @@ def num_characters(value: Any) -> int:
 
 def check_messages(messages: Sequence[ChatMessage], template: str) -> None:
     """Raises RequestError for roles and fields that neither the API nor the model's template knows."""
+    # A template takes long to search, and thousands of messages may have its words as fields.
+    mentions = functools.cache(functools.partial(_mentions, template))
     for number, message in enumerate(messages):
-        if message.role not in _ROLES and not _mentions(template, message.role):
+        if message.role not in _ROLES and not mentions(message.role):
             near = did_you_mean(message.role, _ROLES)
             raise RequestError(f"messages.{number}.role: {message.role!r} is not a role{near}", "messages")
         for name in message.model_extra or ():
-            if name not in _FIELDS and not _mentions(template, name) and not is_ignored(name):
-                near = did_you_mean(name, _FIELDS)
-                raise RequestError(f"messages.{number}.{name} is not a field of a message{near}", "messages")
+            if name not in _FIELDS and not mentions(name) and not is_ignored(name):
+                near = did_you_mean(shown := name[: limits.MAX_NAME_CHARACTERS], _FIELDS)
+                raise RequestError(f"messages.{number}.{shown} is not a field of a message{near}", "messages")
 
 
 def with_known_role(message: dict[str, Any], template: str) -> dict[str, Any]:
@@ -108,4 +112,4 @@ def with_known_role(message: dict[str, Any], template: str) -> dict[str, Any]:
 
 
 def _mentions(template: str, name: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+    return name in template and re.search(rf"\b{re.escape(name)}\b", template) is not None
