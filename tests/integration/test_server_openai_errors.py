@@ -195,6 +195,32 @@ def test_deeply_nested_json_is_not_a_failure(url: str) -> None:
             assert status == 200 or refused(status, answer)
 
 
+def test_json_that_is_too_deep_to_be_written_again_is_not_a_failure(url: str) -> None:
+    """Where it is nested almost as deeply as can be read, writing it fails, which needs as much of the stack."""
+    for depth in range(940, 970):
+        for path, body in (
+            ("/v1/responses", b'{"input": "hi", "max_output_tokens": 1, "tools": [{"type": "function", "name": "f", '
+             b'"parameters": {"x": %s}}]}'),
+            ("/v1/messages", b'{"max_tokens": 1, "messages": [{"role": "assistant", "content": [{"type": "tool_use", '
+             b'"id": "a", "name": "f", "input": {"x": %s}}]}, {"role": "user", "content": "hi"}]}'),
+        ):  # fmt: skip
+            assert call(url + path, body % nested(depth))[0] in (200, 400), depth
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (b'{"prompt": "a"}', "text/plain", "Content-Type: application/json"),
+        (b"[]", "application/json", "a JSON object"),
+        (b'{"prompt": "\xff"}', "application/json", "UTF-8"),
+        (b'{"prompt": "a", "seed": 1%s}' % (b"0" * 5000), "application/json", "4300 digits"),
+        (nested(10**5), "application/json", "not deeply nested"),
+    ],
+)
+def test_the_message_says_how_to_send_a_body(url: str, body: bytes, kind: str, message: str) -> None:
+    assert message in refused(*call(url + COMPLETIONS, body, kind=kind))["message"]
+
+
 def test_other_invalid_requests(url: str) -> None:
     request = {"prompt": "hi", "max_tokens": 1}
     refused(*call(url + COMPLETIONS, request, kind="text/plain"))

@@ -20,15 +20,12 @@ logger = logging.get_logger(__name__)
 
 _RETRY_AFTER_SECONDS = "1"
 _MAX_SHOWN_PATH = 200
+# For other statuses see `error_body`.
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    500: "internal_server_error",
     503: "service_unavailable_error",
 }
 
@@ -126,8 +123,7 @@ def _is_known(request: Request, path: str) -> bool:
 
 
 def penstock_error_body(error: PenstockError) -> dict[str, Any]:
-    field, code = getattr(error, "field", None), getattr(error, "code", None)
-    return error_body(status_of(error), str(error), field, code)
+    return error_body(status_of(error), str(error), getattr(error, "field", None), getattr(error, "code", None))
 
 
 def install(app: FastAPI) -> None:
@@ -135,9 +131,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(PenstockError)
     async def on_penstock_error(_: Request, error: PenstockError) -> Response:
-        status = status_of(error)
         headers = {"Retry-After": _RETRY_AFTER_SECONDS} if isinstance(error, OverloadedError) else None
-        return JSONResponse(penstock_error_body(error), status_code=status, headers=headers)
+        return JSONResponse(penstock_error_body(error), status_code=status_of(error), headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(_: Request, error: RequestValidationError) -> Response:
@@ -148,11 +143,18 @@ def install(app: FastAPI) -> None:
         # JSON may contain half a surrogate pair, in names too, which the parser of requests cannot put into an error.
         return error_response(400, "the body has text that is not Unicode: half of a surrogate pair")
 
+    @app.exception_handler(RecursionError)
+    async def on_deep_nesting(_: Request, __: RecursionError) -> Response:
+        # JSON may be nested less deeply than its reader allows, but too deeply to be written again.
+        return error_response(400, "the body is nested too deeply")
+
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = error.detail if isinstance(error.detail, str) else http.HTTPStatus(error.status_code).phrase
         if error.status_code == 404:
             message = no_such_path(request)
+        elif error.status_code == 400:
+            message = "the body is unreadable: send JSON in UTF-8, not deeply nested, with numbers of up to 4300 digits"
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{request.method} is not allowed on {request.url.path}: use {allowed}"
@@ -175,6 +177,8 @@ def _describe(error: RequestValidationError) -> tuple[str, str | None]:
     own = _own(found)
     if own is not None:
         return f"{'.'.join(path)}: {own}" if path else str(own), field or own.field
+    if found["type"] == "model_attributes_type" and not path:
+        return "the body must be a JSON object, sent with `Content-Type: application/json`", None
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}", None
     if found["type"] == "extra_forbidden":
