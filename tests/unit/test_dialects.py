@@ -159,6 +159,14 @@ def test_a_template_is_searched_once_for_each_name(monkeypatch: pytest.MonkeyPat
     assert len(searched) == len(fields)
 
 
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+def test_allowed_tokens_may_be_a_whole_vocabulary_and_no_more(kind: type[Any]) -> None:
+    allowed = list(range(limits.MAX_ALLOWED_TOKENS))
+    assert parse(kind, {"allowed_token_ids": allowed}).allowed_token_ids == allowed
+    with pytest.raises(ValidationError, match="at most 524288 items"):
+        parse(kind, {"allowed_token_ids": [*allowed, 0]})
+
+
 def test_no_name_is_in_two_rows() -> None:
     for rows in TABLES.values():
         names = [row.name for row in rows]

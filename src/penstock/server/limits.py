@@ -25,7 +25,9 @@ MAX_STOP_CHARACTERS = 1024
 """One stop string or bad word."""
 MAX_BAD_WORDS = 128
 MAX_TOKEN_LIST = 1024
-"""`stop_token_ids`; `allowed_token_ids` may contain the whole vocabulary."""
+"""`stop_token_ids`."""
+MAX_ALLOWED_TOKENS = 1 << 19
+"""`allowed_token_ids`, which may contain the whole vocabulary."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_HEAD_BYTES = 256 << 10
 """An incomplete request's first line and headers; at least the size of one read."""

@@ -96,8 +96,7 @@ class _Answer:
                 continue
             choice = self._choice(update.delta, completion.called, "delta", self._delta(update))
             if self._has_news(choice):
-                is_first = update.delta.is_first
-                yield choice, self._prompt_fields(self._generation.outputs[number]) if is_first else {}
+                yield choice, self._prompt_fields(self._generation.outputs[number]) if update.delta.is_first else {}
 
     def _has_news(self, choice: dict[str, Any]) -> bool:
         """Whether a chunk has content: while a tool call is being parsed, most would be empty."""

@@ -134,7 +134,7 @@ class GenerationRequest(EngineRequestBody):
     min_tokens: Annotated[int, within("min_tokens")] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_TOKEN_LIST)] | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=limits.MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=limits.MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
