@@ -118,6 +118,32 @@ def test_invalid_and_oversized_requests_are_refused(sent: bytes, status: int) ->
     run(check)
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_answered"),
+    [
+        (b"", False),
+        (b"POST /a HTTP/1.1\r\nX", False),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 10\r\n\r\nbody", False),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbody", False),
+        (b"POST /a HTTP/1.1\r\n" + BODY, True),
+        (b"POST /a HTTP/1.1\r\n" + BODY + b"POST /b HTTP/1.1\r\nX", True),
+        (b"POST /a HTTP/1.1\r\n" + BODY + b"POST /b HTTP/1.1\r\nContent-Length: 10\r\n\r\nbody", True),
+    ],
+)
+def test_a_connection_whose_client_sends_nothing_more_is_closed(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, is_answered: bool
+) -> None:
+    for name in ("_HEAD_SECONDS", "_BODY_SECONDS", "_IDLE_SECONDS", "_SWEEP_SECONDS"):
+        monkeypatch.setattr(http_server, name, 0.1)
+
+    async def check() -> None:
+        assert await talk([sent]) == (
+            OK + b"Transfer-Encoding: chunked\r\n\r\n8\r\nPOST /a \r\n4\r\nbody\r\n0\r\n\r\n" if is_answered else b""
+        )
+
+    run(check)
+
+
 def test_a_handlers_error_is_status_500_or_cuts_an_answer_that_has_begun() -> None:
     async def fail(request: Request, response: Response) -> None:
         if request.target == "/late":

@@ -29,9 +29,10 @@ RETRY_AFTER_SECONDS = 1
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 _BACKLOG = 2048
-# The time to complete a head, to close a connection without a request, and to close one whose client continues to send
-# a refused request.
+# The time to complete a head and a body, to close a connection without a request, and to close one whose client
+# continues to send a refused request.
 _HEAD_SECONDS = 30.0
+_BODY_SECONDS = 60.0
 _IDLE_SECONDS = 75.0
 _LINGER_SECONDS = 5.0
 _SWEEP_SECONDS = 1.0
@@ -87,8 +88,7 @@ class Response:
             lines.append("Connection: close\r\n")
         elif self._request.is_http_1_0:
             lines.append("Connection: keep-alive\r\n")
-        lines.append("\r\n")
-        self._head = encoded("".join(lines))
+        self._head = encoded("".join(lines) + "\r\n")
         self.has_begun = True
 
     def write(self, part: bytes, is_last: bool) -> bool:
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self.deadline = math.inf
+        self.deadline = self._loop.time() + _BODY_SECONDS
         if self.task is None and (header_of(self._headers, "expect") or "").lower() == "100-continue":
             self.transport.write(_CONTINUE)
 
@@ -221,6 +221,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_refused or self._parser.should_upgrade():
             return
+        self.deadline = math.inf
         self._requests.append(
             Request(
                 self._parser.get_method().decode(),
@@ -262,8 +263,7 @@ class Connection(asyncio.Protocol):
 
     async def _answer(self, request: Request) -> None:
         response = Response(self, request)
-        if self.is_last:
-            response.is_kept = False
+        response.is_kept = request.is_kept and not self.is_last
         # A client that disconnects is not an error; the connection is closed then.
         with contextlib.suppress(ClientLeftError):
             try:
@@ -282,7 +282,8 @@ class Connection(asyncio.Protocol):
         elif self._requests:
             self._start()
         else:
-            if self._is_in_head and not self._headers:
+            # Unless the next request has begun to arrive.
+            if self.deadline == math.inf:
                 self.deadline = self._loop.time() + _IDLE_SECONDS
             self.transport.resume_reading()
 
