@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+from penstock.router.bodies import ClientRequest
 from tests.unit.router_stubs import PATH, STYLES, Client, Stub, decode, prefill, prefilled, routed, run, serve
 
 CHAT = "/v1/chat/completions"
@@ -105,6 +106,11 @@ HEADERS: list[tuple[list[tuple[str, str]], int]] = [
     ([("Content-Type", "application/json"), ("Content-Type", "text/plain")], 400),
     ([("Content-Type", "application/json"), ("Content-Encoding", "gzip")], 400),
 ]
+
+
+def test_a_model_is_not_searched_in_a_body_that_is_nested_too_deeply() -> None:
+    for body, model in ((b'{"model": "m", "x": [[]]}', "m"), (b'{"x": %s}' % (b"[" * 10**5 + b"]" * 10**5), "")):
+        assert ClientRequest("POST", "/v1/embeddings", "/v1/embeddings", (), body).model() == model
 
 
 @pytest.mark.parametrize(("headers", "status"), HEADERS, ids=str)

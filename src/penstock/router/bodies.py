@@ -71,7 +71,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
             return found if isinstance(found, str) else ""
         try:
             return _decode_model(self.body).model or ""
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return ""
 
     @property
