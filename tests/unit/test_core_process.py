@@ -8,15 +8,19 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from penstock.engine import core_process
 from penstock.engine.core_messages import CODEC
 from penstock.engine.core_process import CoreProcess, _Hangup, _Waker
 from penstock.engine.joint_cores import JointCores
 from penstock.messages.stats import SchedulerStats, StepReport
-from penstock.utils.child_process import Channel, Failed
+from penstock.utils.child_process import Channel, Failed, Parent
 from penstock.utils.wire import FrameReader
 from tests.processes import started
 
@@ -61,6 +65,36 @@ def test_the_reason_is_sent_before_anything_is_freed(shutdown: str, code: int) -
             assert failed == Failed("the device is on fire", traceback=failed.traceback)
             assert "in step" in failed.traceback
             assert process.wait(30) == code
+
+
+def test_the_cores_are_freed_before_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    class IdleCore:
+        def shutdown(self) -> None: ...
+
+    class FrontEnd:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+        def live(self, work: Callable[[], None], log: Any, *others: Callable[[], None]) -> int:
+            work()
+            kept.extend(others)
+            return 0
+
+    def start(*_: Any) -> IdleCore:
+        core = IdleCore()
+        kept.append(weakref.ref(core))
+        return core
+
+    monkeypatch.setattr(Parent, "of_this_process", lambda _: FrontEnd())
+    monkeypatch.setattr(core_process, "_start", start)
+    monkeypatch.setattr(core_process, "CoreProcess", lambda *_: SimpleNamespace(run=lambda: None))
+    assert core_process.main() == 0
+    core, *others = kept
+    assert core() is None
+    for each in others:
+        each()
 
 
 class WaitingCore:

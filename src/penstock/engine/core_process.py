@@ -135,10 +135,9 @@ class CoreProcess:
             self._cores[request.dp_rank].add_request(request)
         except RequestError as error:
             self._send(Refused(request.request_id, str(error), Refusal.INVALID, error.field))
-        except OverloadedError as error:
-            self._send(Refused(request.request_id, str(error), Refusal.OVERLOADED))
-        except RequestFailedError as error:
-            self._send(Refused(request.request_id, str(error), Refusal.FAILED))
+        except (OverloadedError, RequestFailedError) as error:
+            reason = Refusal.OVERLOADED if isinstance(error, OverloadedError) else Refusal.FAILED
+            self._send(Refused(request.request_id, str(error), reason))
 
     def _check_integrity(self, call: int, core: EngineCore) -> Reply:
         try:
@@ -196,7 +195,10 @@ def main() -> int:
         if cores is not None:
             cores.kill_workers()
 
-    return front_end.live(work, lambda _: logger.exception("the engine core stops"), shut_down, kill_workers)
+    code = front_end.live(work, lambda _: logger.exception("the engine core stops"), shut_down, kill_workers)
+    # Torch aborts if another thread frees the model when the interpreter ends: `live` has one that may still run.
+    cores = None
+    return code
 
 
 if __name__ == "__main__":

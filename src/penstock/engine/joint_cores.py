@@ -19,8 +19,7 @@ class JointCores:
     @property
     def patience(self) -> float | None:
         """See `EngineCore.patience`: that of the core which waits for the shortest time."""
-        waits = [seconds for core in self.cores if (seconds := core.patience) is not None]
-        return min(waits, default=None)
+        return min((seconds for core in self.cores if (seconds := core.patience) is not None), default=None)
 
     def step(self, *, waits: bool = True) -> list[StepReport]:
         """Makes a step on all engines; returns a report of each. See `EngineCore.step`."""
