@@ -18,7 +18,7 @@ from penstock.frontend.input_processor import Prompt
 from penstock.frontend.pooling import Task, prompt_text
 from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from penstock.messages.pooling_params import PoolingParams
-from penstock.tokenizer.tokenizer import Tokenizer, Truncation
+from penstock.tokenizer.tokenizer import Truncation
 from penstock.utils.errors import RequestError
 
 Texts = str | Sequence[str]
@@ -72,9 +72,8 @@ def _plan_pairs(
     plain = replace(params, prompt_name=None, truncate_prompt_tokens=None)
     if config.score_template is None:
         truncation = front_end.input_processor.truncation(params)
-        tokenizer = front_end.get_tokenizer()
         prompts: list[Prompt] = [
-            _pair_tokens(tokenizer, prefix + query, document, truncation) for query, document in pairs
+            _pair_tokens(front_end, prefix + query, document, truncation) for query, document in pairs
         ]
     else:
         if params.truncate_prompt_tokens is not None:
@@ -86,8 +85,10 @@ def _plan_pairs(
     return ScorePlan([(prompt, plain) for prompt in prompts], [(number,) for number in range(len(prompts))])
 
 
-def _pair_tokens(tokenizer: Tokenizer, query: str, document: str, truncation: Truncation | None) -> Prompt:
-    token_ids, second_text_start = tokenizer.encode_pair(query, document, truncation)
+def _pair_tokens(front_end: FrontEnd, query: str, document: str, truncation: Truncation | None) -> Prompt:
+    token_ids, second_text_start = front_end.get_tokenizer().encode_pair(query, document, truncation)
+    # Before the next pair is encoded: thousands of documents may have the same query.
+    front_end.input_processor.check_prompt(token_ids)
     return {"prompt_token_ids": token_ids, "second_text_start": second_text_start}
 
 
