@@ -233,6 +233,14 @@ def test_a_signal_while_the_model_loads(number: int) -> None:
     eventually(lambda: is_gone(core), 15)
 
 
+@SIGNALS
+def test_a_signal_as_soon_as_the_server_is_announced(number: int) -> None:
+    with serve() as server:
+        server.process.send_signal(number)
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in "".join(server.log)
+
+
 # ---- Clients that disconnect ----
 
 

@@ -91,7 +91,6 @@ async def serve(
         for bound in servers:
             # From here on clients can connect: they wait in the backlog until the server accepts them.
             bound.listen(_BACKLOG)
-        announce(_addresses(service, public, admin))
         return await _run(service, servers, announce)
     finally:
         await llm.shutdown()
@@ -160,7 +159,7 @@ def _make_server(app: FastAPI, args: ServerArgs) -> _Server:
     )
 
 
-def _addresses(service: Service, public: socket.socket, admin: socket.socket | None) -> str:
+def _addresses(service: Service, public: socket.socket, admin: socket.socket | None = None) -> str:
     scheme = "http" if service.args.ssl_certfile is None else "https"
     url = f"{scheme}://{in_url(service.args.host)}:{public.getsockname()[1]}"
     lines = [f"Penstock serves {', '.join(service.model_names)} at {url}/v1 (dashboard: {url}/dashboard)"]
@@ -177,6 +176,7 @@ async def _run(service: Service, servers: Mapping[socket.socket, _Server], annou
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    announce(_addresses(service, *servers))
     serving = [asyncio.create_task(server.serve(sockets=[bound])) for bound, server in servers.items()]
     await _first(stop.wait(), service.llm.wait_until_dead(), *serving)
     if service.llm.death is None:
