@@ -21,6 +21,8 @@
 
 #include <unistd.h>
 
+#include <atomic>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -163,8 +165,8 @@ struct Blocks {
 template <class Kernel>
 int64_t most_rows(int64_t k) {
     const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, k) / Kernel::kRows;
-    // Every time that rows are packed, a panel is dequantised or widened again: so more of them, which the next cache has.
-    int64_t rows = rows_bytes() * (kIsQuantized<Kernel> ? 8 : kTakesChunks<Kernel> ? 2 : 1) / row_bytes;
+    // Where a panel is dequantised or widened again whenever rows are packed, these are more, which the next cache has.
+    int64_t rows = rows_bytes() * (kIsQuantized<Kernel> || kTakesChunks<Kernel> ? 8 : 1) / row_bytes;
     if constexpr (kTakesChunks<Kernel>) rows = smaller(rows, rows_bytes() / 2 / (Kernel::kChunk * sizeof(float)));
     return larger(1, rows / Kernel::kRows) * Kernel::kRows;
 }
@@ -263,14 +265,27 @@ void multiply_panels(const Blocks<Kernel>& x, const Quantization* quantization, 
     }
 }
 
-// Multiplies every panel of `panels` by the rows of x at `x`, which are packed first.
+// The rows that are in this thread's scratch memory: those of a product, from one of them on. The parts of a product that
+// a thread takes share them.
+struct PackedRows {
+    int64_t product, first;
+    bool operator==(const PackedRows& other) const { return product == other.product && first == other.first; }
+};
+thread_local PackedRows packed_rows;
+std::atomic<int64_t> last_product;
+
+// Multiplies every panel of `panels` by rows of x, `wanted`, which are packed first.
 template <class Kernel>
-void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t out_stride, int64_t rows,
-                   Range panels) {
+void multiply_rows(const Linear& layer, const PackedRows& wanted, const typename Kernel::Element* x, char* out,
+                   int64_t out_stride, int64_t rows, Range panels) {
     Blocks<Kernel> blocks(rows, layer.in_features);
     blocks.packed = scratch.reserve(blocks.size());
-    for (int64_t block = 0; block < blocks.count; ++block)
-        blocks.pack(block, x + blocks.first(block) * layer.in_features);
+    x += wanted.first * layer.in_features;
+    out += wanted.first * out_stride;
+    if (!(packed_rows == wanted))
+        for (int64_t block = 0; block < blocks.count; ++block)
+            blocks.pack(block, x + blocks.first(block) * layer.in_features);
+    packed_rows = wanted;
     const int64_t bytes = panel_bytes<Kernel>(layer.quantization, layer.in_features), out_size = out_bytes<Kernel>(layer);
     multiply_panels(blocks, layer.quantization, layer.weight + panels.begin * bytes, panels.end - panels.begin, false,
                     [&](int64_t number) {
@@ -287,8 +302,8 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
 
 // One part of the product: some of the rows times some of the panels.
 template <class Kernel>
-void multiply_part(const Linear& layer, const void* x, char* out, int64_t out_stride, int64_t rows, int64_t thread,
-                   int64_t threads) {
+void multiply_part(const Linear& layer, int64_t product, const void* x, char* out, int64_t out_stride, int64_t rows,
+                   int64_t thread, int64_t threads) {
     using Element = typename Kernel::Element;
     const int64_t parts = row_parts(layer, rows, threads);
     const Range panels = part_of(divide_up(layer.out_features, kPanel), thread % (threads / parts), threads / parts);
@@ -297,8 +312,7 @@ void multiply_part(const Linear& layer, const void* x, char* out, int64_t out_st
     typename Kernel::Session session(rows);
     for (int64_t first = mine.begin * Kernel::kRows; first < smaller(rows, mine.end * Kernel::kRows); first += most) {
         const int64_t count = smaller(most, smaller(rows, mine.end * Kernel::kRows) - first);
-        multiply_rows<Kernel>(layer, static_cast<const Element*>(x) + first * layer.in_features,
-                              out + first * out_stride, out_stride, count, panels);
+        multiply_rows<Kernel>(layer, {product, first}, static_cast<const Element*>(x), out, out_stride, count, panels);
     }
 }
 
@@ -326,8 +340,9 @@ template <class Kernel>
 void multiply(const Linear& layer, const void* x, void* out, int64_t out_stride, int64_t rows, int64_t threads) {
     threads = penstock_useful_threads(product_nanoseconds(layer.in_features * layer.out_features, rows), threads);
     const int64_t parts = threads > 1 && rows <= kFewRows ? threads * kPartsPerThread : threads;
+    const int64_t product = ++last_product, stride = out_stride * out_bytes<Kernel>(layer);
     run_parts(parts, threads, [&](int64_t part) {
-        multiply_part<Kernel>(layer, x, static_cast<char*>(out), out_stride * out_bytes<Kernel>(layer), rows, part, parts);
+        multiply_part<Kernel>(layer, product, x, static_cast<char*>(out), stride, rows, part, parts);
     });
 }
 
