@@ -22,6 +22,8 @@ PLAIN = ["I", "'ll", " ABCdef", "'s", " GetURLs"]
 CASED = ["I'll", " ABCdef's", " Get", "URLs"]
 WORDS = {
     "smaug-bpe": [*PLAIN, " ", "123", "45", *LETTERS, *END],
+    # As "qwen2".
+    "deepseek-r1-qwen": [*PLAIN, " ", *DIGITS, *LETTERS, *END],
     "dbrx": [*PLAIN, " ", "123", "45", *LETTERS, *END],
     "glm4": [*PLAIN, " ", "123", "45", *LETTERS, *END],
     "gpt-4o": [*CASED, " ", "123", "45", *LETTERS, *END],
