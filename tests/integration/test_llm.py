@@ -428,7 +428,7 @@ BROKEN = [
     (change_activation, "hidden_act must be one of .*, got 'relu2'"),
     (break_layer_types, "layer_types names 1 layers of 6"),
     (break_rope_factor, "cannot use its parameters"),
-    (remove_layers, "num_hidden_layers must be a positive integer"),
+    (remove_layers, "num_hidden_layers must be an integer of at least 1"),
     (break_template, "chat_template must be text"),
     (break_generation, "generation_config.json: temperature"),
     (break_architecture, "mamba9.*supported: llama, mistral, qwen2, qwen3"),

@@ -33,6 +33,7 @@ SHAPE: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 GRANITE4 = {"num_local_experts": 0, "mamba_n_heads": 12, "shared_intermediate_size": 136}
 
 
@@ -294,6 +295,26 @@ def test_an_encoder_s_epsilon() -> None:
     ("model_type", "fields", "named"),
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act must be one of silu, .*, got 'relu'"),
+        # open_llama_3b has heads of 100.
+        (
+            "llama",
+            {"head_dim": 100},
+            "model has heads of 100 dimensions, 1 of them .* multiple of 8 up to 512",
+        ),
+        ("llama", {"head_dim": 520}, "has heads of 520 dimensions"),
+        ("deepseek_v3", {**LATENT, "qk_rope_head_dim": 2**20}, "has heads of 1048576 dimensions"),
+        ("gemma4_text", {"head_dim": 64, "global_head_dim": 100}, "has heads of 100 dimensions"),
+        (
+            "phi3",
+            {"head_dim": 64, "partial_rotary_factor": 0.3},
+            "64 dimensions, 0.3 of them .* an even number",
+        ),
+        ("phi3", {"head_dim": 64, "partial_rotary_factor": -0.5}, "64 dimensions, -0.5 of them rotated"),
+        (
+            "llama",
+            {"intermediate_size": 2**64},
+            "intermediate_size must be an integer of at most 2147483647",
+        ),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation must be one of silu, .*, got 'tanh'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 for a llama, got 0.5"),
         (

@@ -305,11 +305,7 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
         every = read_count(raw, "global_attn_every_n_layers")
         return tuple(SLIDING if layer % every else FULL for layer in range(num_layers))
     if model_type in _WITH_PATTERN:
-        pattern = raw["sliding_window_pattern"]
-        if not isinstance(pattern, int) or pattern < 1:
-            raise ConfigError(
-                f"sliding_window_pattern must be a positive integer or come with layer_types: {pattern!r}"
-            )
+        pattern = read_count(raw, "sliding_window_pattern")
         return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
     if model_type == "smollm3":
         unrotated = smollm3_unrotated(raw, num_layers)
@@ -363,6 +359,6 @@ def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Multipl
     if model_type == "cohere2":
         return MultipliersConfig(logits=float(raw["logit_scale"]))
     if model_type == "ministral3" and rope.get("llama_4_scaling_beta"):
-        context = rope["original_max_position_embeddings"]
-        return MultipliersConfig(query_beta=float(rope["llama_4_scaling_beta"]), query_context=int(context))
+        context = read_count(rope, "original_max_position_embeddings")
+        return MultipliersConfig(query_beta=float(rope["llama_4_scaling_beta"]), query_context=context)
     return NO_MULTIPLIERS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from penstock.config.families import (
     text_part,
     with_defaults,
 )
+from penstock.config.fields import read_count
 from penstock.config.latent import LatentConfig, read_latent
 from penstock.config.layer_heads import (
     KVHeads,
@@ -44,6 +45,7 @@ from penstock.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
+_HEAD_STEP, _LARGEST_HEAD = 8, 512
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -206,19 +208,22 @@ def _read_modelopt(path: Path) -> dict[str, Any] | None:
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     quantization = read_quantization(path, raw.get("quantization_config") or _read_modelopt(path))
     encoder = read_encoder(raw)
-    num_heads = _positive(raw, "num_attention_heads")
-    num_layers = _positive(raw, "num_hidden_layers")
+    num_heads = read_count(raw, "num_attention_heads")
+    num_layers = read_count(raw, "num_hidden_layers")
     layer_types = read_layer_types(raw, num_layers)
     ropes = read_ropes(raw, layer_types)
     latent = read_latent(raw, ropes.rope.scaling)
-    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads) if latent is None else 1
-    hidden_size = _positive(raw, "hidden_size")
+    num_kv_heads = read_count(raw, "num_key_value_heads", num_heads) if latent is None else 1
+    hidden_size = read_count(raw, "hidden_size")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{path}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    head_dim = _positive(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
+    head_dim = read_count(raw, "head_dim", hidden_size // num_heads) if latent is None else latent.stored_size
     full_heads = read_full_heads(raw, layer_types, KVHeads(num_kv_heads, head_dim))
+    if encoder is None:
+        size = head_dim if latent is None else latent.rotary_size
+        _check_heads(path, (size, size if full_heads is None else full_heads.size), ropes.rotary_factor)
     window = read_window(raw)
     if FULL not in layer_types and window >= raw.get("max_position_embeddings", math.inf):
         window = 0  # it hides nothing (Phi-4-mini)
@@ -230,9 +235,9 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         model_type=raw["model_type"],
         architecture=(raw.get("architectures") or [""])[0],
         dtype=_resolve_dtype(dtype, _stored_dtype(raw, quantization)),
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=read_count(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=read_count(raw, "intermediate_size"),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
@@ -240,7 +245,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         rms_norm_eps=_read_epsilon(raw, encoder),
         rope=ropes.rope,
         max_position_embeddings=(
-            _positive(raw, "max_position_embeddings", 2048)
+            read_count(raw, "max_position_embeddings", 2048)
             if encoder is None
             else encoder.num_positions - encoder.first_position
         ),
@@ -272,13 +277,14 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     )
 
 
-def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Returns an integer field of at least 1; `default` replaces a missing or null one."""
-    value = raw[name] if default is None else raw.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
-    return value
+def _check_heads(path: Path, sizes: Sequence[int], rotary_factor: float) -> None:
+    """Raises ConfigError for heads that no kernel computes."""
+    for size in sizes:
+        if size % _HEAD_STEP or size > _LARGEST_HEAD or int(size * rotary_factor) not in range(2, size + 1, 2):
+            raise ConfigError(
+                f"{path} has heads of {size} dimensions, {rotary_factor:g} of them rotated: the first must be a "
+                f"multiple of {_HEAD_STEP} up to {_LARGEST_HEAD}, and an even number rotated"
+            )
 
 
 def _stored_dtype(raw: Mapping[str, Any], quantization: QuantizationConfig | None) -> str:
