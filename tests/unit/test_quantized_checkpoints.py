@@ -20,7 +20,7 @@ from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.models.sources.opening import open_weights
 from penstock.models.sources.source import ALL, Part
 from penstock.utils.errors import ConfigError
-from tests.quantized_formats import FORMATS, Tensors, auto_round, grouped_formats, micro_floats
+from tests.quantized_formats import FORMATS, Tensors, auto_round, grouped_formats, micro_floats, pack_words
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
 
@@ -118,6 +118,24 @@ def test_checkpoints_of_the_comparison_with_peers(kind: str, tmp_path: Path) -> 
     assert torch.equal(dense(found), KINDS[kind][1](layer, weight)[1])
     # Half a step of the coarsest grid, of values up to about 0.45.
     assert (dense(found) - weight).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_borrows_from_its_neighbours(bits: int, tmp_path: Path) -> None:
+    """GPTQModel and AutoRound subtract one from the numbers of a word together."""
+    layer, groups = WEIGHT.removesuffix(".weight"), INPUTS // 32
+    codes, zeros = (torch.randint(0, 2**bits, (ROWS, count)) for count in (INPUTS, groups))
+    zeros[torch.rand(ROWS, groups) < 0.5] = 0
+    scales = torch.rand(ROWS, groups).half()
+    tensors = {
+        f"{layer}.qweight": pack_words(codes, bits).T.contiguous(),
+        f"{layer}.scales": scales.T.contiguous(),
+        f"{layer}.qzeros": pack_words(zeros.T, bits) - (0x11111111 if bits == 4 else 0x01010101),
+    }
+    (found,) = read(tmp_path, tensors, {"quant_method": "gptq", "bits": bits, "group_size": 32}, ALL)
+    groups_of = torch.arange(INPUTS) // 32
+    expected = ((codes - zeros[:, groups_of]).float() * scales.float()[:, groups_of]).bfloat16()
+    assert torch.equal(dense(found), expected)
 
 
 def test_what_is_not_quantized_passes_unchanged(tmp_path: Path) -> None:

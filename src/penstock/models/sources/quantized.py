@@ -110,8 +110,10 @@ class QuantizedSource:
         groups = self._source.shape(f"{layer}.scales")[0]
         scales = self._source.read(f"{layer}.scales", (groups, rows), (slice(None), own)).T
         words = self._source.read(f"{layer}.qzeros", (groups, _words(rows, bits)))
-        zeros = _unpack(words, bits, _AWQ_PLACES if self._config.method == AWQ else None)[:, :rows].T
-        return scales, _unless_middle(zeros + self._config.counts_zeros_from_one, bits, own)
+        # One was subtracted from every number of a word together: where a number is 0, from the next ones too.
+        ones = self._config.counts_zeros_from_one * (2**_WORD_BITS // (2**bits - 1))
+        zeros = _unpack(words, bits, _AWQ_PLACES if self._config.method == AWQ else None, ones)[:, :rows].T
+        return scales, _unless_middle(zeros, bits, own)
 
     def _bits(self, name: str, axis: int, inputs: int) -> int:
         """Returns the bits of a number, by the number of words that hold `inputs` of them."""
@@ -168,10 +170,9 @@ class QuantizedSource:
         codes = stored.flatten(0, -2).contiguous().view(torch.uint8)
         scales, group = self._read_scales(name, others, rows, inputs, whole)
         if stored.dtype == torch.int8:
-            rounds = self._config.quantizes_inputs(name.removesuffix(_WEIGHT))
             if self._source.has(f"{name}_zero_point"):
                 raise ValueError("8-bit integers with zero points are not supported")
-            by = "by row" if rounds else None
+            by = "by row" if self._config.quantizes_inputs(name.removesuffix(_WEIGHT)) else None
             return QuantizedWeight(codes, signed_integers(8), scales, inputs, 8, quantizes_inputs=by)
         if group % 16 and group < inputs:
             of_inputs = torch.arange(inputs)[whole[-1]] // group - range(inputs)[whole[-1]].start // group
@@ -242,12 +243,14 @@ def _covering(own: slice, count: int, bits: int) -> tuple[slice, slice]:
     return words, slice(start, start + end - first)
 
 
-def _unpack(words: torch.Tensor, bits: int, places: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, words] int32 -> [n, words * 32 / bits] uint8, a word's lowest bits first, or from its `places`."""
+def _unpack(words: torch.Tensor, bits: int, places: torch.Tensor | None = None, added: int = 0) -> torch.Tensor:
+    """[n, words] int32 -> [n, words * 32 / bits] uint8, a word's lowest bits first, or from its `places`; of words to
+    which a number is added.
+    """
     if words.dtype != torch.int32:
         raise ValueError(f"its words are {words.dtype}, not int32")
     # Copied: a column of words counts as contiguous, and yet has no view of bytes.
-    stored = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    stored = (words + added if added else words).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
         stored = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
     if places is not None:
