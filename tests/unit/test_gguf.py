@@ -472,6 +472,32 @@ def test_a_damaged_file_of_a_hybrid_is_refused(tmp_path: Path) -> None:
             read_config(open_gguf(tmp_path / "a.gguf"))
 
 
+def test_damaged_parts_of_a_latent_are_refused(tmp_path: Path) -> None:
+    """Of two heads, which have 8 numbers of keys without rotation and 32 of values."""
+    fields = {name.replace("qwen3", "deepseek2"): value for name, value in SHAPE.items()}
+    fields |= {"deepseek2__attention__key_length": 40, "deepseek2__embedding_length": 64}
+    f32, q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+    keys, values = np.ones((2, 64, 8), np.float32), gguf.quantize(np.ones((2, 32, 64), np.float32), q8_0)
+    damaged = values.copy()
+    damaged.reshape(-1, 34)[3, :2] = 0xFF
+    for number, (stored, kind, message) in enumerate(
+        (
+            (values, q8_0, None),
+            (damaged, q8_0, r"blk\.0\.attn_kv_b\.weight cannot be used: scales must be finite"),
+            (np.ones(64, np.float32), f32, r"attn_k_b\.weight \[2, 64, 8\] does not fit \[64\]"),
+        )
+    ):
+        file = tmp_path / f"{number}.gguf"
+        tensors = {"blk.0.attn_k_b.weight": (keys, f32), "blk.0.attn_v_b.weight": (stored, kind)}
+        write(file, {**embedding(), **tensors}, architecture="deepseek2", **fields)
+        with closing(GGUFSource(file)) as source:
+            if message is None:
+                assert (dense(source.read("model.layers.0.self_attn.kv_b_proj.weight", (80, 64))) == 1).all()
+                continue
+            with pytest.raises(ConfigError, match=message):
+                source.read("model.layers.0.self_attn.kv_b_proj.weight", (80, 64))
+
+
 VOCABULARY = {
     "tokenizer__ggml__model": "gpt2",
     "tokenizer__ggml__pre": "llama-bpe",

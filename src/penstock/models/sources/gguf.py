@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,10 +53,6 @@ class GGUFSource:
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor | QuantizedWeight:
         place = self._names.find(name)
-        latent_parts = None if place is None else self._latent_parts(place)
-        if latent_parts is not None:
-            self._progress.update(2)
-            return self._join_latent(latent_parts, shape, part)
         if place is None:
             raise ConfigError(f"{self._file.path} has no tensor {name}: it is incomplete or another model's")
         if len(shape) < _THREE:
@@ -70,9 +66,13 @@ class GGUFSource:
 
     def _read(self, name: str, place: Place, shape: Sequence[int], part: Part) -> torch.Tensor | QuantizedWeight:
         """Reads a part of a vector or a matrix."""
-        self._check(name, place, shape)
-        self._progress.update()
+        latent_parts = self._latent_parts(place)
+        if latent_parts is None:
+            self._check(name, place, shape)
+        self._progress.update(1 if latent_parts is None else len(latent_parts))
         try:
+            if latent_parts is not None:
+                return self._join_latent(latent_parts, shape, part)
             if len(shape) == 1:
                 return self._vector(name, place, self._orders.rows(name, shape[0], place.half))[part[0]]
             return self._matrix(name, place, shape, part)
@@ -110,18 +110,13 @@ class GGUFSource:
             values = (-values.float()).log()
         return values
 
-    def _stored_shapes(self, place: Place, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the tensors that a matrix or a vector is in, and the shapes that they must have."""
-        rows, *width = shape
-        if place.second is not None:
-            yield place.name, (rows // 2, *width)
-            yield place.second, (rows // 2, *width)
-        else:
-            yield place.name, (rows * 2 if place.half is not None else rows, *width)
-
     def _check(self, wanted: str, place: Place, shape: Sequence[int]) -> None:
         """Raises ConfigError if a tensor of a matrix or a vector is missing or has another shape."""
-        for name, expected in self._stored_shapes(place, shape):
+        rows, *width = shape
+        # Those of the two tensors that have a half of the rows each, or of the one that has the rows of two.
+        rows = rows // 2 if place.second is not None else rows * (1 if place.half is None else 2)
+        for name in filter(None, (place.name, place.second)):
+            expected = (rows, *width)
             if name not in self._file.tensors:
                 raise ConfigError(
                     f"{self._file.path} has no tensor {name} ({wanted}): it is incomplete or another model's"
@@ -148,7 +143,8 @@ class GGUFSource:
         """
         keys, values = (self._file.tensors[name] for name in names)
         rows, rank = shape
-        if keys.shape[:2] != (keys.shape[0], rank) or values.shape != (keys.shape[0], values.shape[1], rank):
+        others = values.shape[:1] + values.shape[2:]
+        if len(keys.shape) != _THREE or keys.shape[1] != rank or others != (keys.shape[0], rank):
             raise ConfigError(f"{self._file.path}: {names[0]} {list(keys.shape)} does not fit {list(values.shape)}")
         size = keys.shape[2] + values.shape[1]
         if keys.shape[0] * size != rows:
@@ -185,10 +181,9 @@ class GGUFSource:
             return _FORMATS[stored.type.name].unpack(rows, stored.type, memory)
 
     def _floats(self, name: str, stored: StoredTensor, first: int, end: int) -> torch.Tensor:
-        dtype = _FLOATS.get(stored.type.name)
-        if dtype is None:
+        if stored.type.name not in _FLOATS:
             raise ValueError(f"its numbers are {stored.type.name}, and floats are expected")
-        return torch.from_numpy(self._file.rows(name, first, end)).view(dtype)
+        return torch.from_numpy(self._file.rows(name, first, end)).view(_FLOATS[stored.type.name])
 
 
 def _with_inputs(rows: torch.Tensor | QuantizedWeight, order: torch.Tensor, run: int) -> torch.Tensor | QuantizedWeight:

@@ -13,6 +13,7 @@ A weight is delivered as it is stored (`QuantizedWeight`), or in bfloat16 where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -76,7 +77,7 @@ class QuantizedSource:
         own, columns = _two(part)
         bits = self._bits(f"{name}_packed", 1, inputs)
         words = self._source.read(f"{name}_packed", (rows, _words(inputs, bits)), (own,))
-        groups = self._source.shape(f"{name}_scale")[-1]
+        groups = math.prod(self._source.shape(f"{name}_scale")[-1:])
         scales = self._source.read(f"{name}_scale", (rows, groups), (own,))
         zeros = None
         if self._source.has(f"{name}_zero_point"):
@@ -107,7 +108,7 @@ class QuantizedSource:
         self, layer: str, rows: int, own: slice, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns scales and zero points, [own rows, groups]. Words of zero points hold rows, [groups, words]."""
-        groups = self._source.shape(f"{layer}.scales")[0]
+        groups = math.prod(self._source.shape(f"{layer}.scales")[:1])
         scales = self._source.read(f"{layer}.scales", (groups, rows), (slice(None), own)).T
         words = self._source.read(f"{layer}.qzeros", (groups, _words(rows, bits)))
         # One was subtracted from every number of a word together: where a number is 0, from the next ones too.
@@ -117,7 +118,7 @@ class QuantizedSource:
 
     def _bits(self, name: str, axis: int, inputs: int) -> int:
         """Returns the bits of a number, by the number of words that hold `inputs` of them."""
-        words = self._source.shape(name)[axis]
+        words = math.prod(self._source.shape(name)[axis : axis + 1])
         for bits in (4, 8):
             if words == _words(inputs, bits):
                 return bits
@@ -136,11 +137,10 @@ class QuantizedSource:
         middle ones. The tensor `order`, if there is one, has the group of every input.
         """
         inputs, groups = codes.shape[1], scales.shape[1]
-        group = self._config.group
-        if group < 1 or -(-inputs // group) != groups:
-            # Not the size that the configuration names for all layers.
-            group = inputs // groups if groups else 0
-        if group < 1 or -(-inputs // group) != groups:
+        # That which the configuration names for all layers, or another.
+        sizes = self._config.group, inputs // max(1, groups)
+        group = next((size for size in sizes if size > 0 and -(-inputs // size) == groups), 0)
+        if not group:
             raise ValueError(f"it has {groups} scales per row for {inputs} inputs")
         middle = 2 ** (bits - 1)
         of_inputs = torch.arange(inputs) // group
@@ -150,7 +150,7 @@ class QuantizedSource:
                 if int(stored.min()) < 0 or int(stored.max()) >= groups:
                     raise ValueError(f"{order} names groups that are none of its {groups}")
                 shifted = codes.float() - (middle if zeros is None else zeros.float()[:, stored])
-                return (shifted * scales.float()[:, stored]).bfloat16()[:, columns]
+                return (shifted * _floats(scales)[:, stored]).bfloat16()[:, columns]
         book = integers(bits, middle if zeros is None else 0)
         zeros = None if zeros is None else zeros.to(scales.dtype).contiguous()
         weight = QuantizedWeight(codes.contiguous(), book, scales.contiguous(), group, bits, zeros)
@@ -194,13 +194,13 @@ class QuantizedSource:
             if first % block[1]:
                 raise ValueError(f"inputs from {first} divide a block of {block[1]}")
             groups = slice(first // block[1], -(-end // block[1]))
-            scales = self._source.read(stored, shape, part[:-2] or ALL).float()
+            scales = _floats(self._source.read(stored, shape, part[:-2] or ALL))
             if scales.numel() != shape[-2] * shape[-1]:
                 raise ValueError("the weights of several experts cannot be one")
             return scales.view(shape[-2:])[of_rows][:, groups].contiguous(), block[1]
         if torch.Size(shape).numel() not in (1, rows) or others:
             raise ValueError(f"{stored} has shape {list(shape)}, which is neither one per row nor one for all")
-        scales = self._source.read(stored, shape, ALL if shape else ()).float().reshape(-1, 1).expand(rows, 1)
+        scales = _floats(self._source.read(stored, shape, ALL if shape else ())).reshape(-1, 1).expand(rows, 1)
         return scales[part[-2]].contiguous(), inputs
 
     def _read_micro_floats(self, name: str, shape: Sequence[int], part: Part) -> QuantizedWeight:
@@ -228,6 +228,12 @@ def _unless_middle(zeros: torch.Tensor, bits: int, own: slice) -> torch.Tensor |
     must not decide in which way a layer computes.
     """
     return None if bool((zeros == 2 ** (bits - 1)).all()) else zeros[own]
+
+
+def _floats(scales: torch.Tensor) -> torch.Tensor:
+    if not scales.is_floating_point() or not (values := scales.float()).isfinite().all():
+        raise ValueError(f"its scales must be finite floats, and are {scales.dtype}")
+    return values
 
 
 def _words(count: int, bits: int) -> int:
