@@ -13,7 +13,7 @@ import torch
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.families import NO_MULTIPLIERS, text_part
 from penstock.config.layer_heads import KVHeads, PerLayerInputs
-from penstock.config.model import ModelConfig, parse_model_config
+from penstock.config.model import ModelConfig, load_model_config, parse_model_config, read_model_json
 from penstock.config.recurrent import ConvSizes, MambaSizes
 from penstock.models.norms import rms_norm, rms_norm_from_one, rms_norm_rounded_once
 from penstock.models.registry import ENCODERS, MODELS, build_model
@@ -388,6 +388,19 @@ def test_an_encoder_s_epsilon() -> None:
 def test_what_cannot_be_served_is_refused_by_name(model_type: str, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(model_type, **fields)
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "[" * 100_000, "1" * 5000, '"\ud800', "{"], ids=["NaN", "depth", "digits", "text", "object"]
+)
+def test_what_is_not_json_is_refused_by_file(value: str, tmp_path: Path) -> None:
+    """Infinities are accepted, as published files have them."""
+    file = tmp_path / "config.json"
+    file.write_text(f'{{"rms_norm_eps": {value}}}', encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        load_model_config(tmp_path)
+    file.write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_model_json(tmp_path) == {"time_step_limit": [0.0, float("inf")]}
 
 
 def test_every_family_is_in_the_table_of_the_documentation() -> None:

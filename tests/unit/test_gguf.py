@@ -249,6 +249,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     [
         ({"architecture": "mamba"}, "the architecture 'mamba', and Penstock reads GGUF files of llama, qwen2"),
         ({"qwen3__block_count": "x"}, "num_hidden_layers"),
+        ({"qwen3__context_length": [1, 2]}, "for config.json a list where one value is expected"),
+        ({"qwen3__rope__freq_base": float("nan")}, "or a number that is not finite: it is damaged"),
+        ({"qwen3__attention__layer_norm_rms_epsilon": float("inf")}, "or a number that is not finite"),
         ({"qwen3__rope__scaling__type": "spiral"}, "rope.scaling.type is 'spiral'"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
         ({"tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "x"}, "tokenizer.ggml.pre is 'x'"),

@@ -46,6 +46,7 @@ from penstock.utils.errors import ConfigError
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
 _HEAD_STEP, _LARGEST_HEAD = 8, 512
+_INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -185,8 +186,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        # Published files have infinities; no number of a model is NaN.
+        value = json.loads(file.read_text(encoding="utf-8"), parse_constant=_INFINITIES.__getitem__)
+    except (ValueError, KeyError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must contain a JSON object")

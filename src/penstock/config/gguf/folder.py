@@ -82,8 +82,9 @@ def _write(file: Path, folder: Path) -> None:
 def _fill(folder: Path, file: Path, contents: dict[str, dict[str, Any]]) -> None:
     for name, value in contents.items():
         try:
-            text = json.dumps(value, ensure_ascii=False)
-        except TypeError:
-            raise ConfigError(f"{file} has a list for {name} where one value is expected: it is damaged") from None
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):
+            what = "a list where one value is expected, or a number that is not finite"
+            raise ConfigError(f"{file} has for {name} {what}: it is damaged") from None
         (folder / name).write_text(text, encoding="utf-8")
     (folder / _LINK).symlink_to(file)
