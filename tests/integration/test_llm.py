@@ -454,6 +454,17 @@ def test_errors_for_broken_checkpoints_are_one_line(checkpoint: Path, damage: An
     assert "\n" not in str(caught.value)
 
 
+def test_an_end_token_that_the_model_does_not_have_ends_nothing(checkpoint: Path) -> None:
+    """A request that must go on for some tokens forbids those that end it."""
+    edit_json(checkpoint / "generation_config.json", eos_token_id=[-1, 4096, 2**64])
+    llm = LLM(str(checkpoint), max_model_len=64)
+    try:
+        (result,) = llm.generate(["hello"], SamplingParams(max_tokens=3, min_tokens=2))
+    finally:
+        llm.shutdown()
+    assert len(result.outputs[0].token_ids) in (2, 3)
+
+
 def test_truncation_in_the_tokenizer_file_does_not_apply_to_prompts(checkpoint: Path) -> None:
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     tokenizer["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}

@@ -236,15 +236,15 @@ def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozense
     generation = read_json(config.model.path / "generation_config.json") or {}
     model = text_part(read_json(config.model.path / "config.json") or {})
     stored = generation.get("eos_token_id")
-    eos = _token_ids(model.get("eos_token_id") if stored is None else stored)
+    eos = _token_ids(model.get("eos_token_id") if stored is None else stored, config.model.vocab_size)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos |= {tokenizer.eos_token_id}
     return eos
 
 
-def _token_ids(value: Any) -> frozenset[int]:
-    """Parses an `eos_token_id` of a checkpoint: absent, one or several."""
+def _token_ids(value: Any, vocab_size: int) -> frozenset[int]:
+    """Parses an `eos_token_id` of a checkpoint: absent, one or several. The model never gives those beyond its own."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) for token_id in ids):
         raise ConfigError(f"eos_token_id must be token ids, got {value!r}")
-    return frozenset(ids)
+    return frozenset(token_id for token_id in ids if token_id in range(vocab_size))
