@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.models.sources.checkpoint import CheckpointSource
+from penstock.models.sources.checkpoint import CheckpointSource, checkpoint_bytes
 from penstock.utils.errors import ConfigError
 
 TENSORS = {"a.weight": torch.ones(8, 16), "b.weight": torch.ones(16).bfloat16(), "c": torch.ones(3, dtype=torch.int64)}
@@ -115,7 +115,7 @@ def test_a_header_that_is_none(checkpoint: Checkpoint, header: bytes) -> None:
 def test_numbers_of_a_type_that_is_not_read(checkpoint: Checkpoint, kind: str, size: int) -> None:
     header = {"a.weight": {"dtype": kind, "shape": [8, 16], "data_offsets": [0, size]}}
     text = json.dumps({**header, "b.weight": {"dtype": "BF16", "shape": [16], "data_offsets": [size, size + 32]}})
-    with pytest.raises(ConfigError, match=rf"model\.safetensors: 'a\.weight' has numbers of type {kind}"):
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: 'a\.weight' has type {kind}"):
         checkpoint.read(struct.pack("<Q", len(text)) + text.encode() + bytes(size + 32))
 
 
@@ -133,3 +133,18 @@ def test_any_damage_of_the_header(checkpoint: Checkpoint) -> None:
             messages.append(str(error))
     assert len(messages) > 1000
     assert all(str(checkpoint.file.parent) in message for message in messages)
+
+
+def test_files_that_have_one_tensor_are_refused_and_mistral_s_copy_is_not_read(tmp_path: Path) -> None:
+    """A folder without an index may have several files; which of two tensors is meant, none of them says."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, tmp_path / "consolidated.safetensors")
+    assert checkpoint_bytes(tmp_path) == (tmp_path / "model.safetensors").stat().st_size
+    with closing(CheckpointSource(tmp_path)) as source:
+        assert torch.equal(source.read("c", (3,)), TENSORS["c"])
+    save_file({"d": TENSORS["c"]}, tmp_path / "other.safetensors")
+    with closing(CheckpointSource(tmp_path)) as source:
+        assert source.has("d")
+    save_file({"c": TENSORS["c"] + 1}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"other.safetensors has the tensor 'c' of model.safetensors"):
+        CheckpointSource(tmp_path)

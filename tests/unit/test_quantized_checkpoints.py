@@ -151,7 +151,7 @@ def test_numbers_of_8_bits_are_refused_where_nothing_says_how_the_weights_are_qu
 ) -> None:
     """Without their scales they would be other weights, as of a folder that lacks ModelOpt's own file."""
     tensors, _ = FORMATS[name][1](WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS))
-    with pytest.raises(ConfigError, match="which need a quantization_config"):
+    with pytest.raises(ConfigError, match="which needs a quantization_config"):
         read(tmp_path, tensors, None, (slice(3, 7),))
 
 

@@ -31,16 +31,12 @@ class CheckpointSource:
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
         if (found := self.shape(name)) != tuple(shape):
-            raise ConfigError(
-                f"{self._file(name)}: {name!r} has shape {list(found)}, config.json asks for {list(shape)}"
-            )
+            raise ConfigError(f"{self._file(name)}: {name!r} has shape {[*found]}, config.json asks for {[*shape]}")
         try:
             stored = self._open_files[self._file_of[name]].get_slice(name)
             kind = stored.get_dtype()
             if kind not in self._types:
-                raise ConfigError(
-                    f"{self._file(name)}: {name!r} has numbers of type {kind}, which need a quantization_config"
-                )
+                raise ConfigError(f"{self._file(name)}: {name!r} has type {kind}, which needs a quantization_config")
             self._progress.update()
             return stored[part]
         except SafetensorError as error:
@@ -79,10 +75,15 @@ def _locate(folder: Path) -> dict[str, str]:
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise ConfigError(f"{folder / _INDEX} must map tensor names to file names in weight_map")
     else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        # Mistral's models have the same weights once more, under other names.
+        files = sorted({path.name for path in folder.glob("*.safetensors")} - {"consolidated.safetensors"})
         if not files:
             raise ConfigError(f"{folder} holds no *.safetensors file; other weight formats must be converted first")
-        file_of = {name: file for file in files for name in _open(folder / file).keys()}  # noqa: SIM118
+        file_of = dict[str, str]()
+        for file in files:
+            for name in _open(folder / file).keys():  # noqa: SIM118
+                if file_of.setdefault(name, file) != file:
+                    raise ConfigError(f"{folder / file} has the tensor {name!r} of {file_of[name]}: remove one of them")
     missing = sorted({file for file in file_of.values() if not (folder / file).is_file()})
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} weight file(s) named in {_INDEX}: {', '.join(missing[:3])}")
