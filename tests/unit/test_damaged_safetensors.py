@@ -12,10 +12,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
+from penstock.config.model_path import resolve_model_path
 from penstock.models.sources.checkpoint import CheckpointSource, checkpoint_bytes
 from penstock.utils.errors import ConfigError
 
@@ -148,3 +151,19 @@ def test_files_that_have_one_tensor_are_refused_and_mistral_s_copy_is_not_read(t
     save_file({"c": TENSORS["c"] + 1}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match=r"other.safetensors has the tensor 'c' of model.safetensors"):
         CheckpointSource(tmp_path)
+
+
+def test_a_model_is_downloaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gpt-oss and Mistral's models have copies of the weights in the formats of their makers."""
+    stored = ["config.json", "model-00001-of-00002.safetensors", "1_Pooling/config.json", "chat_template.jinja"]
+    copies = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    found: list[str] = []
+
+    def download(model: str, **patterns: Any) -> str:
+        del patterns["revision"]
+        found.extend(filter_repo_objects([*stored, *copies, "metal/model.bin"], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model_path("openai/gpt-oss-20b") == tmp_path
+    assert found == stored

@@ -7,7 +7,9 @@ from pathlib import Path
 from penstock.utils.errors import ConfigError
 
 BUILT_IN_MODEL = "demo"
-_FILES = ("*.json", "*.safetensors", "*.jinja")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
+# The same weights again, in their makers' own formats: of gpt-oss in `original`, of Mistral's models beside the others.
+_COPIES = ["*/*.safetensors", "consolidated*.safetensors"]
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 # The built-in model, and its EAGLE-3 head.
 _BUILT_IN = {BUILT_IN_MODEL: _DEMO_FOLDER, f"{BUILT_IN_MODEL}/eagle3": _DEMO_FOLDER / "eagle3"}
@@ -41,7 +43,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES, ignore_patterns=_COPIES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
