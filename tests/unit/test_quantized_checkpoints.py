@@ -321,6 +321,15 @@ def test_a_file_of_modelopt_names_the_format_where_config_json_does_not(algorith
             load_model_config(tmp_path)
 
 
+def test_the_first_name_of_compressed_tensors_field(tmp_path: Path) -> None:
+    config = json.loads((Path(resolve_model_path("demo")) / "config.json").read_text())
+    for name in ("quantization_config", "compression_config"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, name: compressed()}))
+        quantization = load_model_config(tmp_path).quantization
+        assert quantization is not None
+        assert (quantization.name, quantization.group) == ("compressed-tensors", 128)
+
+
 def test_weights_without_an_algorithm_of_modelopt_are_not_quantized(tmp_path: Path) -> None:
     """It may have quantized the KV cache alone, or nothing."""
     fields = {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}

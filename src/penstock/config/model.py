@@ -195,20 +195,22 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
-def _read_modelopt(path: Path) -> dict[str, Any] | None:
-    """Returns what a file of ModelOpt's says of the weights, in the form of `quantization_config`."""
+def _find_quantization(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what `config.json` or a file of ModelOpt's says of the weights, as `quantization_config` does."""
+    # The first versions of compressed-tensors wrote the second name.
+    stated: Any = raw.get("quantization_config") or raw.get("compression_config")
     file = path / "hf_quant_config.json"
-    raw = read_json(file)
-    if raw is None:
-        return None
-    fields: Any = raw.get("quantization")
+    other = None if stated else read_json(file)
+    if other is None:
+        return stated
+    fields: Any = other.get("quantization")
     if not isinstance(fields, dict):
         raise ConfigError(f"{file}: quantization must be a JSON object, got {fields!r}")
     return {**fields, "quant_method": MODELOPT}
 
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
-    quantization = read_quantization(path, raw.get("quantization_config") or _read_modelopt(path))
+    quantization = read_quantization(path, _find_quantization(path, raw))
     encoder = read_encoder(raw)
     num_heads = read_count(raw, "num_attention_heads")
     num_layers = read_count(raw, "num_hidden_layers")
