@@ -100,8 +100,8 @@ def import_connector(config: KVTransferConfig) -> None:
 
 
 def answers_requests(config: KVTransferConfig) -> bool:
-    """Returns whether the connector or one of its children does. Raises ConfigError for an unknown connector."""
-    return getattr(_find(config), "answers_requests", False) or any(map(answers_requests, _children(config)))
+    """Returns whether the connector, which has no children, does. Raises ConfigError for an unknown connector."""
+    return getattr(_find(config), "answers_requests", False)
 
 
 def shares_kv(config: KVTransferConfig | None) -> bool:
@@ -110,8 +110,7 @@ def shares_kv(config: KVTransferConfig | None) -> bool:
     """
     if config is None:
         return False
-    is_sharing = config.kv_role == "kv_both" and getattr(_find(config), "answers_requests", False)
-    return is_sharing or any(map(shares_kv, _children(config)))
+    return (config.kv_role == "kv_both" and answers_requests(config)) or any(map(shares_kv, _children(config)))
 
 
 def _children(config: KVTransferConfig) -> Iterable[KVTransferConfig]:

@@ -82,15 +82,16 @@ class MultiConnector:
 
     @staticmethod
     def children(config: KVTransferConfig) -> dict[str, KVTransferConfig]:
-        """Returns their configurations by name. Raises ConfigError if one is invalid, a name is repeated, or several
-        children answer requests.
+        """Returns their configurations by name. Raises ConfigError if one is invalid or has children itself, a name is
+        repeated, or several children answer requests.
         """
-        options = convert_options(MultiOptions, config.kv_connector_extra_config, "of MultiConnector")
         inherited = ("engine_id", "kv_role", "kv_load_timeout", "kv_ip", "kv_port")
         shared = {name: getattr(config, name) for name in inherited}
         configs: dict[str, KVTransferConfig] = {}
-        for child in options.connectors:
+        for child in convert_options(MultiOptions, config.kv_connector_extra_config, "of MultiConnector").connectors:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
+            if parsed.kv_connector == "MultiConnector":  # a report names one child only
+                raise ConfigError("connectors of MultiConnector cannot be one: list its connectors in the outer one")
             name = child.get("name", parsed.kv_connector)
             if not isinstance(name, str) or not name or not name.isprintable() or name in configs:
                 raise ConfigError(f"connectors of MultiConnector need unique names, got {name!r}")
