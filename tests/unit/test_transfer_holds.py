@@ -25,7 +25,7 @@ from penstock.kv_transfer.connector import (
 from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from penstock.messages.kv_transfer import KVConnectorOutput, TransferId
+from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -210,10 +210,11 @@ class RemoteConnector(NullSchedulerConnector):
     def __init__(self) -> None:
         self.loads: list[TransferId] = []
         self.ended: list[TransferId] = []
+        self.bad_ranges: tuple[BadRange, ...] = ()
         self.has_pending_work = False
 
     def poll(self) -> Sequence[ConnectorEvent]:
-        return [LoadEnded(transfer_id) for transfer_id in self.ended]
+        return [LoadEnded(transfer_id, self.bad_ranges) for transfer_id in self.ended]
 
     def set_waker(self, callback: Callable[[], None]) -> None: ...
 
@@ -258,6 +259,18 @@ def test_a_load_that_a_peer_ends_is_applied_before_the_next_plan() -> None:
     assert step_of(scheduler).num_scheduled_tokens == {"waits": 4}, "the other four have been loaded"
     assert scheduler.schedule() is None, "a repeated end has no effect"
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (1, 3), (3, 4)])
+def test_a_block_of_which_a_part_is_missing_is_not_used(bad: tuple[int, int]) -> None:
+    """A peer with smaller blocks reports parts of one."""
+    connector = RemoteConnector()
+    scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(connector))
+    scheduler.add_request(make_request("waits", 0, 8))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    connector.ended, connector.bad_ranges = connector.loads[:], (BadRange(0, *bad),)
+    assert not step_of(scheduler).num_scheduled_tokens
+    assert len(connector.loads) == 2, "the block is not in the cache, and is loaded again"
 
 
 def test_a_request_for_which_holds_leave_too_few_blocks_waits_for_the_end_of_one() -> None:
