@@ -14,6 +14,7 @@ from penstock.core.remote_kv import KVTransfer
 from penstock.core.scheduler import Scheduler
 from penstock.kv_transfer.connector import (
     FREED,
+    PENDING,
     ConnectorEvent,
     FinishAction,
     FinishResult,
@@ -172,7 +173,8 @@ def test_an_overdue_load_is_cancelled_and_its_request_treated_by_policy(policy: 
 
 def test_the_load_of_a_request_that_ends_is_cancelled() -> None:
     connector = LosingConnector()
-    scheduler = Scheduler(CONFIG, make_kv(20), None, KVTransfer(connector))
+    several = MultiScheduler({"idle": NullSchedulerConnector(), "loads": connector})
+    scheduler = Scheduler(CONFIG, make_kv(20), None, KVTransfer(several))
     scheduler.add_request(make_request("r", 0, num_tokens=13))
     step_of(scheduler)
     scheduler.abort_requests(["r"])
@@ -271,6 +273,37 @@ def test_a_block_of_which_a_part_is_missing_is_not_used(bad: tuple[int, int]) ->
     connector.ended, connector.bad_ranges = connector.loads[:], (BadRange(0, *bad),)
     assert not step_of(scheduler).num_scheduled_tokens
     assert len(connector.loads) == 2, "the block is not in the cache, and is loaded again"
+
+
+@pytest.mark.parametrize("output", [(), (5,)])
+def test_a_request_that_has_begun_its_answer_continues_without_its_kv(output: tuple[int, ...]) -> None:
+    connector = RemoteConnector()
+    scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(connector, "fail"))
+    scheduler.add_request(replace(make_request("waits", 0, 8), output_token_ids=output))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    connector.ended, connector.bad_ranges = connector.loads[:], (BadRange(0, 0, 4),)
+    step_of(scheduler)
+    assert scheduler.has_unfinished_requests == bool(output)
+
+
+class UndecidedConnector(NullSchedulerConnector):
+    """Never knows whether it has a prompt."""
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return PENDING
+
+
+def test_a_request_that_reuses_an_id_has_a_deadline_of_its_own() -> None:
+    clock = ManualClock()
+    scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(UndecidedConnector(), load_timeout=1.0, clock=clock))
+    for number in range(2):
+        scheduler.add_request(make_request("again", 100 * number, 8))
+        scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+        clock.advance(0.9)
+        plan = step_of(scheduler)
+        assert not plan.num_scheduled_tokens, number
+        scheduler.update_from_output(plan, ModelRunnerOutput())
+        scheduler.abort_requests(["again"])
 
 
 def test_a_request_for_which_holds_leave_too_few_blocks_waits_for_the_end_of_one() -> None:
