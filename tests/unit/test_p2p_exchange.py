@@ -459,6 +459,10 @@ def test_the_core_is_woken_by_events_and_jobs_and_by_nothing_else() -> None:
     assert (calls, news.is_set(), engine.scheduler.has_pending_work) == (["woken"] * 2, True, True)
     assert engine.scheduler.update_connector_output(NO_OUTPUT) == [Released(named("b"))]
     assert other
+    # The end of the channel, which an idle core would not notice.
+    engine.channel.failure = RuntimeError("a bug")
+    engine.exchange.on_time()
+    assert calls == ["woken"] * 3
 
 
 def test_the_core_waits_for_peers_only_without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

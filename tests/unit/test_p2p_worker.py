@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 from msgspec.structs import replace
 
-from penstock.kv_transfer.p2p.dialler import Background
+from penstock.kv_transfer.p2p.dialler import Background, Dialler
 from penstock.kv_transfer.p2p.messages import (
     DigestJob,
     P2PMetadata,
@@ -160,12 +160,16 @@ def test_kv_that_does_not_have_the_given_digests_is_bad(
     assert reader.step() == [], "it is reported once"
 
 
-def test_the_connections_with_a_forgotten_engine_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_a_forgotten_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, ended = Reader(), list[object]()
-    assert reader.step(P2PMetadata(peers=reader.peers, reads=(_READ,))) + reader.step() != []
+    job = DigestJob(job_id=_DIGEST, peer="p/1", block_ids=((1,),), first=0, end=4)
+    metadata = P2PMetadata(own=reader.peers[0].shards, peers=reader.peers, reads=(_READ,), digests=(job,))
+    assert {report.transfer_id for report in reader.step(metadata) + reader.step()} == {_LOAD, _DIGEST}
     monkeypatch.setattr(reader.endpoint, "disconnect", ended.append)
     reader.step(P2PMetadata(forgotten=("p/1", "unknown")))
     assert set(ended) == {"p#1"}
+    assert not reader.worker._tables
+    assert not reader.worker._readers
 
 
 @pytest.mark.parametrize(
@@ -225,3 +229,41 @@ def test_a_read_is_not_reported_while_its_connection_is_being_made() -> None:
     ((connect, future),) = waiting
     future.set_result(connect())
     assert reader.step() + reader.step() == [TransferReport(_LOAD, RANK, TransferStatus.DONE)]
+
+
+def test_no_read_begins_with_a_peer_while_a_cancelled_one_runs_on() -> None:
+    """A transfer ends with its connection, which another read needs: with new ones it would be needed forever."""
+    reader = Reader(Fault(FaultKind.DROP))
+    names = [TransferId(name, 0) for name in ("cancelled", "wanted", "new")]
+    jobs = [replace(_READ, job_id=name, block_ids=((block,),)) for block, name in enumerate(names, start=1)]
+    assert reader.step(P2PMetadata(peers=reader.peers, reads=(jobs[0], jobs[1]))) == []
+    assert reader.step(P2PMetadata(reads=(jobs[2],), cancelled=(names[0],))) == []
+    begun = {read.job.job_id: len(read.transfers) for read in reader.worker._mover.reads}
+    assert begun == {names[0]: 1, names[1]: 1, names[2]: 0}
+    reports = reader.step(P2PMetadata(cancelled=(names[1],))) + reader.step()
+    assert {report.transfer_id for report in reports} == set(names[:2])
+    assert [len(read.transfers) for read in reader.worker._mover.reads] == [1]
+
+
+def test_a_connection_that_is_needed_again_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint, dials, ended = MemoryFabric(ManualClock()).endpoint("d"), list[Future[PeerId]](), list[PeerId]()
+    monkeypatch.setattr(endpoint, "disconnect", ended.append)
+
+    def later(connect: Callable[[], PeerId]) -> Future[PeerId]:
+        dials.append(Future())
+        return dials[-1]
+
+    dialler = Dialler(endpoint, later)
+    # An engine is forgotten while it is being dialled, and then known again.
+    assert dialler.find(b"p") is None
+    dialler.disconnect(b"p")
+    assert dialler.find(b"p") is None
+    dials[0].set_result("first")
+    assert not ended
+    dials[1].set_result("first")
+    assert dialler.find(b"p") == "first"
+    # A read gives up a connection that has been dropped as unusable, and is being made again.
+    dialler.forget(b"p")
+    assert dialler.find(b"p") is None
+    dialler.hang_up("first")
+    assert (ended, dialler.find(b"p"), len(dials)) == (["first"], None, 3)
