@@ -10,7 +10,8 @@ import pytest
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
-from penstock.core.remote_kv import KVTransfer
+from penstock.core.remote_kv import KVTransfer, RemoteKV
+from penstock.core.request import Request
 from penstock.core.scheduler import Scheduler
 from penstock.kv_transfer.connector import (
     FREED,
@@ -291,6 +292,18 @@ class UndecidedConnector(NullSchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         return PENDING
+
+
+def test_a_request_whose_match_was_pending_for_too_long_does_not_ask_again() -> None:
+    """It is computed, even if it has to wait for blocks first."""
+    clock, kv = ManualClock(), make_kv(10)
+    remote = RemoteKV(KVTransfer(UndecidedConnector(), load_timeout=1.0, clock=clock), kv)
+    request = Request(make_request("r", 0, 8), 0, kv.hashed_block_size)
+    found: list[bool] = []
+    for _ in range(4):
+        found.append(remote.match(request, kv.find_prefix(request)).is_pending)
+        clock.advance(0.5)
+    assert found == [True, True, False, False]
 
 
 def test_a_request_that_reuses_an_id_has_a_deadline_of_its_own() -> None:
