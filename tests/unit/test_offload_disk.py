@@ -271,6 +271,23 @@ def test_a_victim_that_could_not_be_deleted_is_the_next_one(tmp_path: Path, monk
     assert disk.present([1, 2, 3, 4]) == [2, 3, 4]
 
 
+def test_a_victim_that_is_forgotten_while_it_cannot_be_deleted_is_never_found(tmp_path: Path, monkeypatch) -> None:
+    disk = Disk(tmp_path, num_files=1)
+    disk.store(1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "unlink", refuse)
+        disk.submit([make_key(2)], is_promotion=False)
+        disk.tier.forget(make_key(1))
+        assert disk.finish().successful_keys == ()
+        assert disk.present([1, 2]) == []
+        disk.tier.drain_jobs()
+    assert disk.present([1, 2]) == []
+
+
 def test_a_file_gets_its_name_after_its_bytes_are_on_the_medium(tmp_path: Path, monkeypatch) -> None:
     calls: list[tuple[str, object]] = []
     fsync, replace = os.fsync, os.replace
