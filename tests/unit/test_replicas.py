@@ -313,6 +313,23 @@ def test_the_default_bootstrap_port_differs_from_core_to_core(extra: dict[str, A
     assert given == [extra.get("kv_connector_extra_config", {})] * 2
 
 
+def test_ports_and_names_of_children_differ_from_core_to_core() -> None:
+    """What the connector will refuse is left as it is."""
+    children = [
+        {"kv_connector": "MooncakeConnector", "kv_port": 5600, "engine_id": "a"},
+        {"kv_connector": "P2PConnector", "kv_port": 0, "engine_id": 5},
+        {"kv_connector": "MooncakeConnector", "kv_port": True, "kv_connector_extra_config": 5},
+    ]
+    extra = {"connectors": [*children, "no object"]}
+    transfers = transfers_of_two({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra})
+    first, second = (each.kv_connector_extra_config["connectors"] for each in transfers)
+    assert (first[0]["kv_port"], second[0]["kv_port"]) == (5600, 5601)
+    assert (first[0]["engine_id"], second[0]["engine_id"]) == ("a-0", "a-1")
+    ports = [each[0]["kv_connector_extra_config"]["bootstrap_port"] for each in (first, second)]
+    assert ports == [8998, 8999]
+    assert first[1:] == second[1:] == [*children[1:], "no object"]
+
+
 def test_the_default_endpoint_of_events_differs_from_core_to_core() -> None:
     configs = configs_of_two(events={"enable_kv_cache_events": True})
     assert [config.kv_events.endpoint for config in configs] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]

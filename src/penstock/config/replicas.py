@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any, cast
 
 from penstock.config.engine import EngineConfig
 from penstock.config.gpus import name_gpus, show_gpus
@@ -34,15 +35,14 @@ def core_plans(config: EngineConfig, visible_gpus: str | None, nodes: Sequence[S
     """Plans the cores of all data parallel ranks, in order: one for each, or one for all if they share experts.
 
     Each has its own GPUs; on a CPU they divide its cores and its memory: each is bound to some of `nodes`, the cores of
-    its NUMA nodes, or to a part of one. Ports in kv_transfer_config, including the default one of a MooncakeConnector,
-    and in kv_events_config are those of rank 0; rank r listens r ports above them. `visible_gpus` is
-    CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
+    its NUMA nodes, or to a part of one. Ports in kv_transfer_config and kv_events_config are those of rank 0; rank r
+    listens r ports above them, and so for those of a MultiConnector's children and a MooncakeConnector's default one.
+    `visible_gpus` is CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
     """
     size = config.parallel.dp
     if size == config.parallel.num_joint_engines:
         return [CorePlan(config)]
-    gpus = _gpus_by_rank(config, visible_gpus)
-    cores = _cores_by_rank(size, nodes)
+    gpus, cores = _gpus_by_rank(config, visible_gpus), _cores_by_rank(size, nodes)
     return [CorePlan(_config_of_rank(config, rank, cores[rank]), gpus[rank], cores[rank]) for rank in range(size)]
 
 
@@ -68,8 +68,7 @@ def _config_of_rank(config: EngineConfig, rank: int, cores: Set[int]) -> EngineC
     if not cores or own.execution.num_threads is not None:
         return own
     # A bound engine's cores are its own already.
-    threads = max(1, len(cores) // own.parallel.num_ranks)
-    return replace(own, execution=replace(own.execution, num_threads=threads))
+    return replace(own, execution=replace(own.execution, num_threads=max(1, len(cores) // own.parallel.num_ranks)))
 
 
 def _gpus_by_rank(config: EngineConfig, visible: str | None) -> list[dict[str, str]]:
@@ -92,29 +91,32 @@ def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
 
 
 def _transfer_of(config: KVTransferConfig, rank: int) -> KVTransferConfig:
-    extra = dict(config.kv_connector_extra_config)
-    if config.kv_connector == "MooncakeConnector":
-        extra.setdefault("bootstrap_port", DEFAULT_BOOTSTRAP_PORT)
-    # The connector refuses other types.
-    if isinstance(extra.get("bootstrap_port"), int):
-        extra["bootstrap_port"] = _port_of(extra["bootstrap_port"], rank)
-    changes = {
-        "engine_id": f"{config.engine_id}-{rank}",
-        "kv_port": _port_of(config.kv_port, rank),
-        "kv_connector_extra_config": extra,
-    }
+    names = ("kv_connector", "engine_id", "kv_port", "kv_connector_extra_config")
+    changes = _of_rank({name: getattr(config, name) for name in names}, rank)
     return replace_options(config, changes, "in kv_transfer_config")
+
+
+def _of_rank(value: Any, rank: int, name: str = "") -> Any:
+    """Returns a value of a connector's object, those of a MultiConnector's children among them, with engine ids and
+    ports of the rank. What has another type is left, and refused by the connector.
+    """
+    if isinstance(value, list):
+        return [_of_rank(each, rank) for each in cast("list[Any]", value)]
+    if isinstance(value, Mapping):
+        given = dict(cast("Mapping[str, Any]", value))
+        extra = given.get("kv_connector_extra_config", {})
+        if given.get("kv_connector") == "MooncakeConnector" and isinstance(extra, Mapping):
+            given["kv_connector_extra_config"] = {"bootstrap_port": DEFAULT_BOOTSTRAP_PORT, **extra}
+        return {key: _of_rank(each, rank, key) for key, each in given.items()}
+    if name in ("kv_port", "bootstrap_port") and type(value) is int:
+        return value and value + rank  # port 0 means a free one
+    return f"{value}-{rank}" if name == "engine_id" and isinstance(value, str) else value
 
 
 def _events_of(config: KVEventsConfig, rank: int) -> KVEventsConfig:
     endpoints = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
     changes = {name: None if each is None else _endpoint_of(each, rank) for name, each in endpoints.items()}
     return replace_options(config, changes, "in kv_events_config")
-
-
-def _port_of(port: int, rank: int) -> int:
-    """Leaves port 0, which means a free one."""
-    return port and port + rank
 
 
 def _endpoint_of(endpoint: str, rank: int) -> str:
