@@ -45,10 +45,6 @@ QUICK = {
         ("--model", "bench/shapes/tiny-experts", "--batches", "1", "3", "--rounds", "5", "--parts", "--megabytes", "4"),
         "of floor",
     ),
-    "bench/balancing.py": Trial(
-        ("--layers", "1", "--batch", "4", "--prompt", "8", "--steps", "4", "--rounds", "1", "--interval", "8"),
-        "times as fast",
-    ),
     "bench/collectives.py": Trial(("--rounds", "1", "--calls", "2"), "| gather [1, 151936] float32 |"),
     "bench/embeddings.py": Trial(("--count", "20", "--rounds", "1", "--pairs", "20"), "times as fast"),
     "bench/route.py": Trial(
@@ -62,6 +58,10 @@ QUICK = {
     "bench/quality.py": Trial(("--tokens", "64"), "| int4, head int8 |"),
 }
 SLOW = {
+    "bench/balancing.py": Trial(
+        ("--layers", "1", "--batch", "4", "--prompt", "8", "--steps", "4", "--rounds", "1", "--interval", "8"),
+        "times as fast",
+    ),
     "bench/shared_experts.py": Trial(("--batches", "1", "--steps", "5", "--rounds", "1"), "| both | 1 |"),
     "bench/ranks.py": Trial(
         ("--model", "demo", "--sizes", "1x1", "2x1", "--batches", "1", "--rounds", "1"), "MiB of each"
