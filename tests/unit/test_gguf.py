@@ -341,6 +341,16 @@ COUNTS = {
 }
 
 
+@pytest.mark.parametrize(("rows", "inputs", "kind"), [(0, 6, 0), (6, 0, 0), (2, 33, 8)])
+def test_a_tensor_without_numbers_or_with_a_part_of_a_block_is_refused(
+    rows: int, inputs: int, kind: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(TENSOR + number(2, 4) + number(inputs) + number(rows) + number(kind, 4) + number(0) + bytes(256))
+    with pytest.raises(ConfigError, match=rf"tensor 't' has shape \[{rows}, {inputs}\]"):
+        GGUFFile(file)
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_beyond_the_file_allocates_nothing(name: str, tmp_path: Path) -> None:
     before, after = COUNTS[name]

@@ -171,9 +171,9 @@ class GGUFFile:
             raise ConfigError(
                 f"{self.path}: tensor {name!r} has ggml's type {kind}, and Penstock reads {known}: use another file"
             )
-        if shape[-1] % block.values:
+        if shape[-1] % block.values or 0 in shape:
             raise ConfigError(
-                f"{self.path}: tensor {name!r} has rows of {shape[-1]} numbers in blocks of {block.values}"
+                f"{self.path}: tensor {name!r} has shape {list(shape)}, and its numbers are in blocks of {block.values}"
             )
         tensor = StoredTensor(block, shape, start, self._bytes)
         if start + tensor.num_bytes > len(self._bytes):
