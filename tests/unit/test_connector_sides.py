@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from examples.example_connector import ExampleConnector
 from penstock.config.kv_transfer import parse_kv_transfer_config
+from penstock.kv_transfer import multi
 from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
 from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
@@ -198,6 +199,19 @@ def test_a_child_has_no_children() -> None:
     several = context(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [inner]})
     with pytest.raises(ConfigError, match="list its connectors in the outer one"):
         make_scheduler_connector(several)
+
+
+def test_children_are_ended_if_one_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have begun to listen."""
+    ended = Mock()
+    monkeypatch.setattr(NullSchedulerConnector, "shutdown", ended)
+    build = Mock(side_effect=[NullSchedulerConnector(), NullSchedulerConnector(), ConfigError("the third")])
+    monkeypatch.setattr(multi, "make_scheduler_connector", build)
+    children = [{**OFFLOADING, "name": name} for name in "abcd"]
+    several = context(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+    with pytest.raises(ConfigError, match="the third"):
+        MultiConnector.make_scheduler_connector(several)
+    assert ended.call_count == 2
 
 
 def test_invalid_engine_ids_are_refused() -> None:

@@ -85,8 +85,7 @@ class MultiConnector:
         """Returns their configurations by name. Raises ConfigError if one is invalid or has children itself, a name is
         repeated, or several children answer requests.
         """
-        inherited = ("engine_id", "kv_role", "kv_load_timeout", "kv_ip", "kv_port")
-        shared = {name: getattr(config, name) for name in inherited}
+        shared = {key: getattr(config, key) for key in ("engine_id", "kv_role", "kv_load_timeout", "kv_ip", "kv_port")}
         configs: dict[str, KVTransferConfig] = {}
         for child in convert_options(MultiOptions, config.kv_connector_extra_config, "of MultiConnector").connectors:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
@@ -96,8 +95,7 @@ class MultiConnector:
             if not isinstance(name, str) or not name or not name.isprintable() or name in configs:
                 raise ConfigError(f"connectors of MultiConnector need unique names, got {name!r}")
             configs[name] = parsed
-        answering = [name for name, child in configs.items() if answers_requests(child)]
-        if len(answering) > 1:
+        if len(answering := [name for name, child in configs.items() if answers_requests(child)]) > 1:
             raise ConfigError(
                 f"{' and '.join(answering)} in MultiConnector would each answer requests with kv_transfer_params: keep "
                 "one of them, the one whose style your proxy speaks"
@@ -106,9 +104,15 @@ class MultiConnector:
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> MultiScheduler:
-        """Builds the children's parts. Raises ConfigError as `children`."""
-        contexts = _contexts_of_children(context)
-        return MultiScheduler({name: make_scheduler_connector(child) for name, child in contexts.items()})
+        """Builds the children's parts, or none of them if one cannot be built. Raises ConfigError as `children`."""
+        made: dict[str, SchedulerConnector] = {}
+        try:
+            for name, child in _contexts_of_children(context).items():
+                made[name] = make_scheduler_connector(child)
+        except Exception:
+            MultiScheduler(made).shutdown()
+            raise
+        return MultiScheduler(made)
 
     @staticmethod
     def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> MultiWorker:
@@ -171,8 +175,7 @@ class MultiScheduler(NullSchedulerConnector):
         return MultiMetadata({name: child.build_connector_meta(plan) for name, child in self._children.items()})
 
     def poll(self) -> list[ConnectorEvent]:
-        polled = ((name, event) for name, child in self._children.items() for event in child.poll())
-        return [event for name, event in polled if self._is_last(name, event)]
+        return [event for name, child in self._children.items() for event in child.poll() if self._is_last(name, event)]
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         reports: dict[str, list[TransferReport]] = {name: [] for name in self._children}
@@ -202,8 +205,7 @@ class MultiScheduler(NullSchedulerConnector):
         self._chosen.pop(request.request_id, None)
         results = {name: child.request_finished(request, block_ids, reason) for name, child in self._children.items()}
         params = _merged(results)
-        holders = {name for name, result in results.items() if result.action is FinishAction.HOLD}
-        if holders:
+        if holders := {name for name, result in results.items() if result.action is FinishAction.HOLD}:
             self._holders[request.hold_id] = holders
             return FinishResult(FinishAction.HOLD, params)
         return FREED if params is None else FinishResult(FinishAction.FREE, params)
@@ -232,9 +234,9 @@ class MultiScheduler(NullSchedulerConnector):
             child.set_waker(callback)
 
     def wait(self, seconds: float) -> None:
-        busy = [child for child in self._children.values() if child.has_pending_work]
+        children = list(self._children.values())
         # If no transfer is in flight, a request waits for a lookup by any of them.
-        waiting = busy or list(self._children.values())
+        waiting = [child for child in children if child.has_pending_work] or children
         for child in waiting:
             child.wait(seconds / len(waiting))
 
@@ -270,8 +272,7 @@ def _merged(results: Mapping[str, FinishResult]) -> dict[str, Any] | None:
 
 
 def _of_child(report: TransferReport, name: str) -> TransferReport:
-    transfer_id = msgspec.structs.replace(report.transfer_id, child=name)
-    return msgspec.structs.replace(report, transfer_id=transfer_id)
+    return msgspec.structs.replace(report, transfer_id=msgspec.structs.replace(report.transfer_id, child=name))
 
 
 class _HooksOfAll:
@@ -316,8 +317,7 @@ class MultiWorker:
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         reports: list[TransferReport] = []
         for name, part in self._children.items():
-            output = part.get_finished(finished_request_ids)
-            reports += (_of_child(report, name) for report in output.reports)
+            reports += (_of_child(report, name) for report in part.get_finished(finished_request_ids).reports)
         return KVConnectorOutput(tuple(reports))
 
     def wait_for_save(self) -> None:
