@@ -278,6 +278,15 @@ def test_a_file_without_a_field_or_an_embedding_is_refused(tmp_path: Path) -> No
         GGUFFile(tmp_path / "c.gguf")
 
 
+def test_biases_of_any_layer_count(tmp_path: Path) -> None:
+    """The first one's may be missing, or have no attention: then the others must not be left out in silence."""
+    file, f32 = tmp_path / "a.gguf", gguf.GGMLQuantizationType.F32
+    for name in ("attn_q", "attn_qkv", "attn_kv_a_mqa", "ffn_gate", "ffn_gate_exps"):
+        write(file, {**embedding(), f"blk.1.{name}.bias": (np.zeros(4, np.float32), f32)}, **SHAPE)
+        config = read_config(open_gguf(file))
+        assert (config["attention_bias"], config["mlp_bias"]) == ("attn" in name, name == "ffn_gate"), name
+
+
 def test_damaged_files_are_errors(tmp_path: Path) -> None:
     """Every length, count and offset may be anything: no crash, no long loop, no memory beyond the file's size."""
     file = tmp_path / "a.gguf"

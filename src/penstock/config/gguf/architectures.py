@@ -143,7 +143,7 @@ def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_siz
     inner = "expert_feed_forward_length"
     inner = "feed_forward_length" if "feed_forward_length" in fields or inner not in fields else inner
     norm = "layer_norm" if family.model_type == "cohere2" else "layer_norm_rms"
-    has_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv", "attn_kv_a_mqa"))
+    has_bias = any(name.endswith((".attn_q.bias", ".attn_qkv.bias", ".attn_kv_a_mqa.bias")) for name in file.tensors)
     return {
         "model_type": family.model_type,
         "architectures": [file.metadata["general.architecture"]],
@@ -160,7 +160,7 @@ def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_siz
         "rope_theta": fields.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, family, fields),
         "attention_bias": has_bias and family.model_type != "qwen2",
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "mlp_bias": any(name.endswith(".ffn_gate.bias") for name in file.tensors),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "quantization_config": {"quant_method": GGUF, "formats": _formats(file)},
     }
