@@ -286,8 +286,8 @@ def _check_heads(path: Path, sizes: Sequence[int], rotary_factor: float) -> None
     for size in sizes:
         if size % _HEAD_STEP or size > _LARGEST_HEAD or int(size * rotary_factor) not in range(2, size + 1, 2):
             raise ConfigError(
-                f"{path} has heads of {size} dimensions, {rotary_factor:g} of them rotated: the first must be a "
-                f"multiple of {_HEAD_STEP} up to {_LARGEST_HEAD}, and an even number rotated"
+                f"{path} has heads of {size} dimensions, {rotary_factor:g} of them rotated (the rotary factor): the "
+                f"size must be a multiple of {_HEAD_STEP} up to {_LARGEST_HEAD}, and the rotated part an even number"
             )
 
 

@@ -97,8 +97,8 @@ def _transfer_of(config: KVTransferConfig, rank: int) -> KVTransferConfig:
 
 
 def _of_rank(value: Any, rank: int, name: str = "") -> Any:
-    """Returns a value of a connector's object, those of a MultiConnector's children among them, with engine ids and
-    ports of the rank. What has another type is left, and refused by the connector.
+    """Returns a value of a connector's configuration, which may be nested as a MultiConnector's is, with the engine ids
+    and ports of the rank. Values of a wrong type are left for the connector to refuse.
     """
     if isinstance(value, list):
         return [_of_rank(each, rank) for each in cast("list[Any]", value)]

@@ -100,7 +100,9 @@ def import_connector(config: KVTransferConfig) -> None:
 
 
 def answers_requests(config: KVTransferConfig) -> bool:
-    """Returns whether the connector, which has no children, does. Raises ConfigError for an unknown connector."""
+    """Returns whether the connector answers requests with `kv_transfer_params`; a MultiConnector does not do so itself.
+    Raises ConfigError for an unknown connector.
+    """
     return getattr(_find(config), "answers_requests", False)
 
 

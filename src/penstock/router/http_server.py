@@ -29,7 +29,7 @@ RETRY_AFTER_SECONDS = 1
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 _BACKLOG = 2048
-# The time to complete a head and a body, to close a connection without a request, and to close one whose client
+# The times to complete a head and a body, to close a connection without a request, and to close one whose client
 # continues to send a refused request.
 _HEAD_SECONDS = 30.0
 _BODY_SECONDS = 60.0

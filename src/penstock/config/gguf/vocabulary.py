@@ -82,12 +82,12 @@ class _Words:
 _SINGLE_DIGITS = _Words((r"\p{N}",), is_gpt2=True)
 # tokenizer.ggml.pre -> the words.
 _WORDS = {
-    # The fourth is of SmolLM3.
+    # smaug-bpe: SmolLM3.
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "lfm2"), _Words((_BY_THREE,), takes_whole=True)),
-    # The second is of DeepSeek-R1's distillations into Qwen2.5, whose vocabulary differs in special tokens alone.
+    # deepseek-r1-qwen: DeepSeek-R1's distillations into Qwen2.5, whose vocabulary differs in special tokens alone.
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Words((_BY_DIGIT,), is_normalized=True)),
     "qwen35": _Words((_BY_DIGIT_WITH_MARKS,), is_normalized=True),
-    # The first is of OLMo 2 and Phi-4.
+    # dbrx: OLMo 2, Phi-4.
     **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), _Words((_BY_THREE,))),
     "gpt-4o": _Words((_by_case(rf"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),  # gpt-oss, Phi-4-mini
     "tekken": _Words((_by_case("", r"\p{N}"),), takes_whole=True),  # Mistral

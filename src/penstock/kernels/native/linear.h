@@ -165,7 +165,8 @@ struct Blocks {
 template <class Kernel>
 int64_t most_rows(int64_t k) {
     const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, k) / Kernel::kRows;
-    // Where a panel is dequantised or widened again whenever rows are packed, these are more, which the next cache has.
+    // Kernels that dequantise or widen a panel do so once for every group of packed rows: their groups are larger, and stay in
+    // the third-level cache.
     int64_t rows = rows_bytes() * (kIsQuantized<Kernel> || kTakesChunks<Kernel> ? 8 : 1) / row_bytes;
     if constexpr (kTakesChunks<Kernel>) rows = smaller(rows, rows_bytes() / 2 / (Kernel::kChunk * sizeof(float)));
     return larger(1, rows / Kernel::kRows) * Kernel::kRows;
@@ -265,8 +266,8 @@ void multiply_panels(const Blocks<Kernel>& x, const Quantization* quantization, 
     }
 }
 
-// The rows that are in this thread's scratch memory: those of a product, from one of them on. The parts of a product that
-// a thread takes share them.
+// Which rows this thread has packed last: those of a call of `multiply`, numbered by `last_product`, from row `first` on. The
+// next part of the same product that the thread takes finds them in its scratch memory.
 struct PackedRows {
     int64_t product, first;
     bool operator==(const PackedRows& other) const { return product == other.product && first == other.first; }
@@ -274,7 +275,7 @@ struct PackedRows {
 thread_local PackedRows packed_rows;
 std::atomic<int64_t> last_product;
 
-// Multiplies every panel of `panels` by rows of x, `wanted`, which are packed first.
+// Multiplies every panel of `panels` by `rows` rows of x from `wanted.first` on, which are packed unless they are already.
 template <class Kernel>
 void multiply_rows(const Linear& layer, const PackedRows& wanted, const typename Kernel::Element* x, char* out,
                    int64_t out_stride, int64_t rows, Range panels) {

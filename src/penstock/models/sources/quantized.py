@@ -77,6 +77,7 @@ class QuantizedSource:
         own, columns = _two(part)
         bits = self._bits(f"{name}_packed", 1, inputs)
         words = self._source.read(f"{name}_packed", (rows, _words(inputs, bits)), (own,))
+        # 1 where the scales have no dimension: reading them then refuses their shape.
         groups = math.prod(self._source.shape(f"{name}_scale")[-1:])
         scales = self._source.read(f"{name}_scale", (rows, groups), (own,))
         zeros = None
@@ -111,7 +112,7 @@ class QuantizedSource:
         groups = math.prod(self._source.shape(f"{layer}.scales")[:1])
         scales = self._source.read(f"{layer}.scales", (groups, rows), (slice(None), own)).T
         words = self._source.read(f"{layer}.qzeros", (groups, _words(rows, bits)))
-        # One was subtracted from every number of a word together: where a number is 0, from the next ones too.
+        # The format subtracts one from all numbers of a word in one subtraction, so a 0 borrows from its neighbour.
         ones = self._config.counts_zeros_from_one * (2**_WORD_BITS // (2**bits - 1))
         zeros = _unpack(words, bits, _AWQ_PLACES if self._config.method == AWQ else None, ones)[:, :rows].T
         return scales, _unless_middle(zeros, bits, own)
@@ -231,6 +232,7 @@ def _unless_middle(zeros: torch.Tensor, bits: int, own: slice) -> torch.Tensor |
 
 
 def _floats(scales: torch.Tensor) -> torch.Tensor:
+    """Returns scales in float32. Raises ValueError if they are no floats or not finite."""
     if not scales.is_floating_point() or not (values := scales.float()).isfinite().all():
         raise ValueError(f"its scales must be finite floats, and are {scales.dtype}")
     return values
