@@ -71,6 +71,7 @@ struct Tile {
     char* out;           // [rows, columns], rows `out_stride` bytes apart
     int64_t out_stride;
     bool is_wide;
+    bool streams;  // whether to store past the caches, which do not hold all outputs until they are read
     int64_t rows;
     int64_t columns;  // at most kPanel
     int64_t k;        // padded
@@ -294,6 +295,7 @@ void multiply_rows(const Linear& layer, const PackedRows& wanted, const typename
                         Tile<typename Kernel::Element> tile{};
                         tile.out_stride = out_stride;
                         tile.is_wide = layer.is_wide != 0;
+                        tile.streams = rows * out_stride >= rows_bytes() / 2;
                         tile.bias = layer.bias ? layer.bias + column : nullptr;
                         tile.out = out + column * out_size;
                         tile.columns = smaller(kPanel, layer.out_features - column);

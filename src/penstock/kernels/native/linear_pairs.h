@@ -25,6 +25,11 @@ struct Pairs {
                     }
     }
 
+    // Waits for what was streamed: like other stores, it must precede the end of a part.
+    struct Streams {
+        ~Streams() { _mm_sfence(); }
+    };
+
     // Adds the bias to one row of a tile, rounds it to nearest even unless the output is wide, and stores the columns
     // that exist.
     static inline void store_row(const Tile<Element>& tile, int64_t row, __m512 low, __m512 high) {
@@ -37,9 +42,13 @@ struct Pairs {
         if (tile.is_wide) {
             _mm512_mask_storeu_ps(out, static_cast<__mmask16>(mask), low);
             _mm512_mask_storeu_ps(out + 64, static_cast<__mmask16>(mask >> 16), high);
-        } else {
-            _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            return;
         }
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        if (tile.streams && mask == ~0u && reinterpret_cast<uintptr_t>(out) % 64 == 0)
+            _mm512_stream_si512((__m512i*)out, both);
+        else
+            _mm512_mask_storeu_epi16(out, mask, both);
     }
 };
 
@@ -64,7 +73,7 @@ struct DotPairs : Pairs {
         memset(to + used, 0, (padded_k(k) * rows - used) * sizeof(Element));
     }
 
-    struct Session {
+    struct Session : Streams {
         explicit Session(int64_t) {}
     };
 
@@ -142,7 +151,7 @@ struct TilePairs : Pairs {
 
     // The configuration of the tiles belongs to the thread and torch's matrix products set their own: it is set for
     // each call, and the tiles are released after it so that the thread's state stays small.
-    class Session {
+    class Session : Streams {
     public:
         explicit Session(int64_t rows) {
             struct alignas(64) {
@@ -163,7 +172,8 @@ struct TilePairs : Pairs {
         if (tile.is_unfinished) return run_unfinished(tile);
         alignas(64) float own[kRows * kPanel];
         float* sums = tile.continues ? tile.sums : own;
-        for (int64_t row = 0; row < tile.rows; ++row) __builtin_prefetch(tile.out + row * tile.out_stride, 1);
+        for (int64_t row = 0; row < tile.rows && !tile.streams; ++row)
+            __builtin_prefetch(tile.out + row * tile.out_stride, 1);
         accumulate(tile, sums);
         for (int64_t row = 0; row < tile.rows; ++row) store_sums(tile, row, sums);
     }
@@ -180,23 +190,50 @@ struct TilePairs : Pairs {
     }
 
     static void accumulate(const Tile<Element>& tile, float* sums) {
-        if (tile.rows > 16)
-            accumulate_two(tile, sums);
-        else
-            accumulate_one(tile, sums);
+        begin(tile, tile.continues ? sums : nullptr);
+        add(tile);
+        finish(tile, sums);
     }
 
-    static void accumulate_one(const Tile<Element>& tile, float* sums) {
-        const char* weight = tile.weight;
-        const char* x = tile.x;
-        Prefetch prefetch = tile.prefetch;
-        if (tile.continues) {
+    // The steps of `accumulate`: the sums stay in the tiles between `begin`, from `sums` or zero, and `finish`.
+    static void begin(const Tile<Element>& tile, const float* sums = nullptr) {
+        if (sums) {
             _tile_loadd(0, sums, 64);
             _tile_loadd(1, sums + 256, 64);
         } else {
             _tile_zero(0);
             _tile_zero(1);
         }
+        if (tile.rows <= 16) return;
+        if (sums) {
+            _tile_loadd(2, sums + 512, 64);
+            _tile_loadd(3, sums + 768, 64);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+
+    static void finish(const Tile<Element>& tile, float* sums) {
+        _tile_stored(0, sums, 64);
+        _tile_stored(1, sums + 256, 64);
+        if (tile.rows <= 16) return;
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+    }
+
+    // Adds the products of the tile's inputs.
+    static void add(const Tile<Element>& tile) {
+        if (tile.rows > 16)
+            add_two(tile);
+        else
+            add_one(tile);
+    }
+
+    static void add_one(const Tile<Element>& tile) {
+        const char* weight = tile.weight;
+        const char* x = tile.x;
+        Prefetch prefetch = tile.prefetch;
         for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 1024) {
             _tile_loadd(4, x, 64);
             prefetch.advance();
@@ -208,25 +245,12 @@ struct TilePairs : Pairs {
             _tile_dpbf16ps(1, 4, 7);
             prefetch.advance();
         }
-        _tile_stored(0, sums, 64);
-        _tile_stored(1, sums + 256, 64);
     }
 
-    static void accumulate_two(const Tile<Element>& tile, float* sums) {
+    static void add_two(const Tile<Element>& tile) {
         const char* weight = tile.weight;
         const char* x = tile.x;
         Prefetch prefetch = tile.prefetch;
-        if (tile.continues) {
-            _tile_loadd(0, sums, 64);
-            _tile_loadd(1, sums + 256, 64);
-            _tile_loadd(2, sums + 512, 64);
-            _tile_loadd(3, sums + 768, 64);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
         for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 2048) {
             _tile_loadd(6, weight, 64);
             prefetch.advance();
@@ -241,10 +265,6 @@ struct TilePairs : Pairs {
             prefetch.advance();
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, sums, 64);
-        _tile_stored(1, sums + 256, 64);
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
     }
 };
 

@@ -765,6 +765,14 @@ struct PairUnits {
 
 thread_local Scratch dense_panel;
 
+// Whether a kernel's product can be computed a piece after another, as `begin`, `add` and `finish` do.
+template <class Kernel>
+constexpr bool kTakesPieces = false;
+#if defined(__AMX_BF16__)
+template <>
+constexpr bool kTakesPieces<TilePairs> = true;
+#endif
+
 // The kernel `Base` for quantized weights whose units are `Units`. At most `kFewRows` rows take values from registers;
 // others take kChunk inputs of a panel after another from memory, as a panel of the kernel `Chunked`, or all at once if
 // that is 0 or there are more than kChunkBlocks blocks of them.
@@ -867,6 +875,8 @@ struct Quantized : Base {
             return;
         }
         Tile<Element>& tile = *tiles;
+        if constexpr (kTakesPieces<Base>)
+            if (x.count == 1) return multiply_in_pieces(x, quantization, weight, follows, tile);
         tile.k = Base::padded_k(x.k);
         const bool takes_chunks = kChunk && x.count <= kChunkBlocks;
         const int64_t chunk = takes_chunks ? kChunk : round_up(x.k, 32);
@@ -902,6 +912,34 @@ struct Quantized : Base {
                 tile.prefetch.step = 0;
             }
         }
+    }
+
+    // Multiplies one block of rows by one panel. While the tiles take a piece of it, the next one is dequantised.
+    static void multiply_in_pieces(const Blocks<Quantized>& x, const Quantization& quantization, const char* weight,
+                                   bool follows, Tile<Element> tile) {
+        constexpr int64_t kPiece = 64, kBytes = kPiece * kPanel * sizeof(Element);
+        const QuantizedPanel panel(quantization, x.k);
+        char* dense = dense_panel.reserve(2 * kBytes + Base::kRows * kPanel * sizeof(float));
+        const int64_t step = follows ? divide_up(panel.bytes() * Base::kStepBytes, Base::padded_k(x.k) * kPanel * 2) : 0;
+        tile.rows = x.rows;
+        Base::begin(tile);
+        with_kind(quantization, [&](auto kind, auto form) {
+            for (int64_t first = 0; first < x.k; first += kPiece) {
+                const Range inputs{first, smaller(x.k, first + kPiece)};
+                char* piece = dense + first / kPiece % 2 * kBytes;
+                dequantise<Base, kind.value, form.value>(quantization, panel, weight, inputs, piece);
+                Units::clear(piece, inputs.end - first);
+                if (first) Base::add(tile);
+                tile.weight = piece;
+                tile.x = x.packed + Base::x_bytes(x.rows, first);
+                tile.k = Base::padded_k(inputs.end - first);
+                tile.prefetch = Prefetch{weight + panel.bytes() + panel.bytes() * first / x.k / 64 * 64, step};
+            }
+        });
+        Base::add(tile);
+        float* sums = reinterpret_cast<float*>(dense + 2 * kBytes);
+        Base::finish(tile, sums);
+        for (int64_t row = 0; row < x.rows; ++row) Base::store_sums(tile, row, sums);
     }
 
     template <class Dense, int kKind, int kForm>
