@@ -40,7 +40,7 @@ INSTRUCTION_SETS = {
         "avx2": AVX2,
         "avx512": AVX512,
         "avx512_bf16": AVX512_BF16,
-        "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+        "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"neon": ["-march=armv8-a"], "neon_bf16": ["-march=armv8.2-a+bf16+i8mm"]},
 }

@@ -30,10 +30,11 @@ extern "C" __attribute__((visibility("default"))) int penstock_supports(const ch
     if (std::strcmp(isa, "avx512") == 0) return avx512;
     if (std::strcmp(isa, "avx512_bf16") == 0) return avx512_bf16;
     if (std::strcmp(isa, "amx") == 0) {
-        // gcc 12 cannot test for AMX by name: leaf 7, EDX bit 22 is amx-bf16, bit 24 amx-tile.
+        // gcc 12 cannot test for AMX by name: leaf 7, EDX bit 22 is amx-bf16, bit 24 amx-tile, bit 25 amx-int8.
         unsigned a = 7, b, c = 0, d;
         __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-        return avx512_bf16 && (d >> 22 & 1) && (d >> 24 & 1) && amx_permitted();
+        const bool has_all = (d >> 22 & 1) && (d >> 24 & 3) == 3 && __builtin_cpu_supports("avx512vnni");
+        return avx512_bf16 && has_all && amx_permitted();
     }
 #elif defined(__aarch64__) && defined(__linux__)
     const bool neon = (getauxval(AT_HWCAP) & HWCAP_ASIMD) != 0;

@@ -2,7 +2,7 @@
 // scale of its own, and an output is the exact sum of the products, times the row's scale, times the column's.
 //
 // A panel of packed weights is the 32 scales, 128 times the sum of each column's integers as int32, and [K / 4][32][4]
-// integers, K padded with zeros. As sums are exact, instruction sets give the same bits, whatever their order.
+// integers, K padded with zeros: 16 rows of a half are an AMX tile. As sums are exact, instruction sets give the same bits, whatever their order.
 #pragma once
 
 #include "linear_quantized.h"
@@ -62,19 +62,25 @@ PENSTOCK_INLINE void round_inputs(const uint16_t* inputs, float factor, int32_t*
 
 struct IntegerSums {
     using Element = BFloatKernel::Element;
-    static constexpr int64_t kRows = 8;
-    static constexpr int64_t kStepBytes = 128;
+#if defined(__AMX_INT8__)
+    static constexpr int64_t kRows = BFloatKernel::kRows, kStepBytes = BFloatKernel::kStepBytes, kStep = 64;
+    static constexpr bool kWholeBlocks = true;
+    using Session = BFloatKernel::Session;
+#else
+    static constexpr int64_t kRows = 8, kStepBytes = 128, kStep = 4;
     static constexpr bool kWholeBlocks = false;
-    static constexpr int64_t kHeaderBytes = kPanel * 8;
-
-    static int64_t padded_k(int64_t k) { return round_up(k, 4); }
-    static int64_t panel_bytes(const Quantization&, int64_t k) { return kHeaderBytes + padded_k(k) * kPanel; }
-
     struct Session {
         explicit Session(int64_t) {}
     };
+#endif
+    static constexpr int64_t kHeaderBytes = kPanel * 8;
 
-#if defined(__AVX512F__)
+    static int64_t padded_k(int64_t k) { return round_up(k, kStep); }
+    static int64_t panel_bytes(const Quantization&, int64_t k) { return kHeaderBytes + padded_k(k) * kPanel; }
+
+#if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
+    static constexpr bool multiplies_bytes() { return true; }
+#elif defined(__AVX512F__)
     // Checked at run time: processors with AVX-512 have it or not, whatever else they have.
     static bool multiplies_bytes() {
         static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
@@ -91,14 +97,14 @@ struct IntegerSums {
         __asm__ volatile("cpuid" : "+a"(leaf), "=b"(b), "+c"(part), "=d"(d));
         return leaf;
     }
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-    static constexpr bool multiplies_bytes() { return true; }
 #else
     static constexpr bool multiplies_bytes() { return false; }
 #endif
 
-    // A row's inputs are bytes, or 16 bits each, in the order [K / 4][rows][4]; the scales follow those of all rows.
+    // A row's inputs are bytes, or 16 bits each, in the order [K / 4][rows][4], or [K / 64][tiles of 16 rows][16][64]; the
+    // scales follow those of all rows.
     static int64_t input_bytes(int64_t rows, int64_t k) {
+        if (kWholeBlocks) rows = round_up(rows, 16);
         return round_up(padded_k(k) * rows * (multiplies_bytes() ? 1 : 2), 64);
     }
     static int64_t x_bytes(int64_t rows, int64_t k) { return input_bytes(rows, k) + round_up(rows * 4, 64); }
@@ -128,6 +134,8 @@ struct IntegerSums {
             else
                 pack_row<int16_t>(inputs, factor, 0, packed, rows, row, k);
         }
+        // Loads of tiles do not declare to the compiler that they read memory.
+        asm volatile("" : : : "memory");
     }
 
     template <class Input>
@@ -143,14 +151,53 @@ struct IntegerSums {
             round_inputs<kSome>(own, factor, integers);
             for (int i = 0; i < kSome; ++i) narrow[i] = static_cast<Input>(integers[i] + offset);
             const int64_t count = smaller(kSome, padded_k(k) - first);
-            if (rows == 1)
+            if (kWholeBlocks)
+                memcpy(packed + (first / kSome * divide_up(rows, 16) + row / 16) * 1024 + row % 16 * kSome, narrow, kSome);
+            else if (rows == 1)
                 memcpy(to + first, narrow, count * sizeof(Input));
             else
                 for (int64_t i = 0; i < count; i += 4) memcpy(to + (first + i) * rows, narrow + i, 4 * sizeof(Input));
         }
     }
 
-#if defined(__AVX2__)
+#if defined(__AMX_INT8__)
+    // The sums of up to 32 rows, [rows, kPanel], in tiles as TilePairs has them.
+    template <int>
+    static void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
+        const int64_t row_tiles = divide_up(tile.rows, 16);
+        const char* weight = tile.weight + kHeaderBytes;
+        const char* x = tile.x;
+        Prefetch prefetch = tile.prefetch;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t input = 0; input < tile.k; input += kStep, weight += kStep * kPanel, x += row_tiles * 1024) {
+            _tile_loadd(6, weight, kPanel * 4);
+            prefetch.advance();
+            _tile_loadd(4, x, kStep);
+            _tile_dpbusd(0, 4, 6);
+            prefetch.advance();
+            _tile_loadd(7, weight + 64, kPanel * 4);
+            _tile_dpbusd(1, 4, 7);
+            prefetch.advance();
+            if (row_tiles > 1) {
+                _tile_loadd(5, x + 1024, kStep);
+                _tile_dpbusd(2, 5, 6);
+                _tile_dpbusd(3, 5, 7);
+            }
+            prefetch.advance();
+        }
+        _tile_stored(0, sums, kPanel * 4);
+        _tile_stored(1, sums + 16, kPanel * 4);
+        _tile_stored(2, sums + 16 * kPanel, kPanel * 4);
+        _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);
+        asm volatile("" : : : "memory");
+        const Integers* column_sums = reinterpret_cast<const Integers*>(tile.weight + kPanel * 4);
+        for (int64_t row = 0; row < tile.rows; ++row)
+            for (int part = 0; part < 2; ++part) reinterpret_cast<Integers*>(sums + row * kPanel)[part] -= column_sums[part];
+    }
+#elif defined(__AVX2__)
 #if defined(__AVX512F__)
 #define MULTIPLIES_BYTES target("avx512vnni")
     static inline __attribute__((always_inline, MULTIPLIES_BYTES)) Integers add_products(Integers sum, Integers x,
@@ -238,6 +285,7 @@ struct IntegerSums {
     static inline int32x4_t load_words(const char* from) { return vld1q_s32(reinterpret_cast<const int32_t*>(from)); }
 #endif
 
+#if !defined(__AMX_INT8__)
     // Eight columns at a time.
     template <int kCount>
     static __attribute__((noinline)) void sum_words(const Tile<Element>& tile, int32_t* sums) {
@@ -278,18 +326,24 @@ struct IntegerSums {
         }
     }
 
+#endif
+
     template <int kCount>
     static void run(const Tile<Element>& tile) {
-        if constexpr (kCount > 1)
+        if constexpr (kCount > 1 && !kWholeBlocks)
             if (tile.rows < kCount) return run<kCount - 1>(tile);
         alignas(64) int32_t sums[kCount * kPanel];
-#if defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
+        sum_bytes<kCount>(tile, sums);
+#elif defined(__AVX2__)
         if (multiplies_bytes())
             sum_bytes<kCount>(tile, sums);
         else
-#endif
             sum_words<kCount>(tile, sums);
-        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums + row * kPanel);
+#else
+        sum_words<kCount>(tile, sums);
+#endif
+        for (int64_t row = 0; row < tile.rows; ++row) store_row(tile, row, sums + row * kPanel);
     }
 
     static void store_row(const Tile<Element>& tile, int64_t row, const int32_t* sums) {
@@ -310,7 +364,12 @@ struct IntegerSums {
         }
         alignas(64) BFloat line[kPanel];
         for (int64_t part = 0; part < kPanel; part += kLanes) write(line + part, read(values + part));
+#if defined(__AMX_INT8__)
+        const __mmask32 mask = tile.columns == kPanel ? ~0u : (1u << tile.columns) - 1;
+        BFloatKernel::store_columns(tile, out, mask, _mm512_load_si512(line));
+#else
         memcpy(out, line, tile.columns * sizeof(BFloat));
+#endif
     }
 
     static int64_t panels_together(const Blocks<IntegerSums>&, const Quantization&) { return 1; }

@@ -44,11 +44,14 @@ struct Pairs {
             _mm512_mask_storeu_ps(out + 64, static_cast<__mmask16>(mask >> 16), high);
             return;
         }
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        store_columns(tile, out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+
+    static inline void store_columns(const Tile<Element>& tile, char* out, __mmask32 mask, __m512i columns) {
         if (tile.streams && mask == ~0u && reinterpret_cast<uintptr_t>(out) % 64 == 0)
-            _mm512_stream_si512((__m512i*)out, both);
+            _mm512_stream_si512((__m512i*)out, columns);
         else
-            _mm512_mask_storeu_epi16(out, mask, both);
+            _mm512_mask_storeu_epi16(out, mask, columns);
     }
 };
 
