@@ -43,7 +43,10 @@ def test_scales_and_patterns(tmp_path: Path) -> None:
     assert scales(write_adapter(tmp_path, SIZES, r=9, rank_pattern={"q_proj|down_proj": 4})) == [2.0, 2.0]
     patterns = {r"^model\.layers\.(?:0|[1-9]|1\d)\..*\.(q|k|v)_proj": 12, r"[)+*(]": 3}
     assert sorted(scales(write_adapter(tmp_path, SIZES, alpha_pattern=patterns))) == [2.0, 3.0]
-    found = read_adapter(write_adapter(tmp_path, {"model.language_model.layers.0.mlp.up_proj": (4, 4)}))
+    # PEFT matches the names of a multimodal model's modules as they are.
+    name = "model.language_model.layers.0.mlp.up_proj"
+    assert scales(write_adapter(tmp_path, {name: (4, 4)}, alpha_pattern={name: 32})) == [8.0]
+    found = read_adapter(write_adapter(tmp_path, {name: (4, 4)}))
     assert list(found.tensors) == ["model.layers.0.mlp.up_proj"]
 
 
@@ -56,6 +59,7 @@ def test_scales_and_patterns(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias='all'"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
+        ({"init_lora_weights": "lora_ga"}, "changes the model's own weights"),
         ({"r": 5}, "the rank 5, and its tensors have 4"),
         ({"r": "4"}, "r must be an integer"),
         ({"lora_alpha": "much"}, "lora_alpha"),

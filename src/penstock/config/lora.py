@@ -26,7 +26,8 @@ MAX_ADAPTERS = 4096
 _MAX_CONFIG_BYTES = 16 << 20
 _MOST_SCALE = 1e30
 _TYPES = ("F32", "F16", "BF16")
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB])(?:\.default)?\.weight")
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(lora_[AB])(?:\.default)?\.weight")
 # Fields that change what an adapter computes, and the values that change nothing.
 _INERT: Mapping[str, Sequence[Any]] = {
     "use_dora": (False,),
@@ -41,7 +42,7 @@ _INERT: Mapping[str, Sequence[Any]] = {
     "target_parameters": ([],),
 }
 # Initialisations that also change the model's own weights.
-_CHANGES_MODEL = ("pissa", "olora", "corda", "loftq")
+_CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,8 @@ def _find_tensors(
         (rank, num_inputs), (num_outputs, other) = (shapes[of_name[half]][1] for half in ("lora_A", "lora_B"))
         if rank != other or not rank:
             raise ConfigError(f"{file}: lora_A and lora_B of {name} have ranks {rank} and {other}")
-        scale = _scale(config_file, raw, name, rank)
+        # PEFT's patterns match the module's own name.
+        scale = _scale(config_file, raw, of_name["lora_A"].removeprefix(_PREFIX).partition(".lora_A")[0], rank)
         tensors = of_name["lora_A"], of_name["lora_B"]
         found[name] = LoraTensors(*tensors, rank, num_inputs, num_outputs, scale)
     return found
