@@ -351,6 +351,7 @@ def test_an_encoder_s_epsilon() -> None:
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),
         ("mistral", {"sliding_window": -1}, "sliding_window must not be negative, got -1"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention of a gemma3_text must be"),
+        ("mistral", {"is_causal": False}, "is_causal of a mistral must be true: only encoders"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping of a gemma3_text must be None"),
         (
             "gemma4_text",

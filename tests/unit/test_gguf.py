@@ -26,7 +26,7 @@ from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.layers.linear import Linear
 from penstock.models.sources.gguf import GGUFSource
 from penstock.models.weights import Weights
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer, Truncation
 from penstock.utils.errors import ConfigError
 
 ROWS, INPUTS = 24, 512
@@ -537,6 +537,40 @@ def test_what_a_file_does_not_name_is_what_llama_cpp_takes(tmp_path: Path) -> No
     folder = unpack_gguf(tmp_path / "a.gguf")
     assert Tokenizer(folder, 7).encode("a")[0] == 2
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 3, 5]}
+
+
+def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY, qwen3__attention__causal=False)
+    with pytest.raises(ConfigError, match="is_causal of a qwen3 must be true: only encoders attend"):
+        load_model_config(unpack_gguf(tmp_path / "a.gguf"))
+
+
+def test_the_end_token_of_texts_of_which_vectors_are_made(tmp_path: Path) -> None:
+    """Embedders are trained with it, and a generated answer must not begin with it."""
+    asked = {"tokenizer__ggml__eos_token_id": 3, "tokenizer__ggml__add_eos_token": True}
+    write(tmp_path / "a.gguf", embedding(7), **SHAPE, **{**VOCABULARY, **asked})
+    folder = unpack_gguf(tmp_path / "a.gguf")
+    tokenizer = Tokenizer(folder, 7, pools=True)
+    assert Tokenizer(folder, 7).encode("aab") == [2, 0, 6]
+    assert tokenizer.encode("aab") == [2, 0, 6, 3]
+    assert tokenizer.encode("aab", add_special_tokens=False) == [0, 6]
+    assert tokenizer.encode("aab", truncation=Truncation(3, keeps_end=False)) == [2, 0, 3]
+    assert tokenizer.encode("aab", truncation=Truncation(3)) == [2, 6, 3]
+    assert tokenizer.encode("aab", truncation=Truncation(1)) == [3]
+    assert tokenizer.encode_pair("a", "bb") == ([2, 0, 1, 1, 3], None)
+    assert tokenizer.encode_pair("a", "bb", Truncation(4)) == ([2, 0, 1, 3], None)
+    # A post-processor that appends it need not be completed.
+    file = folder / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    stored["post_processor"]["single"] += [{"SpecialToken": {"id": "<|eot_id|>", "type_id": 0}}]
+    stored["post_processor"]["special_tokens"]["<|eot_id|>"] = {
+        "id": "<|eot_id|>",
+        "ids": [3],
+        "tokens": ["<|eot_id|>"],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    assert Tokenizer(tmp_path, 7, pools=True).encode("aab") == [2, 0, 6, 3]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
             has_gated_layers=True,
         )
     if model_type not in _MODEL_TYPES:
+        if not raw.get("is_causal", True):
+            raise ConfigError(f"is_causal of a {model_type} must be true: only encoders attend in both directions")
         return None
     activation = raw.get("hidden_act", "gelu")
     if activation not in _IS_TANH_OF_ACTIVATION:

@@ -220,7 +220,7 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     dtypes = ("dtype", "torch_dtype")
     if any(raw.get(name) is not None for name in dtypes):
         inner = {name: value for name, value in inner.items() if name not in dtypes}
-    outer = {name: raw[name] for name in (*dtypes, "eos_token_id") if raw.get(name) is not None}
+    outer = {name: raw[name] for name in (*dtypes, "eos_token_id", "is_causal") if raw.get(name) is not None}
     kept = {name: raw[name] for name in ("architectures", "quantization_config") if raw.get(name) is not None}
     # Versions of transformers differ in where they write it.
     parts: tuple[Mapping[str, Any], ...] = (raw, inner)

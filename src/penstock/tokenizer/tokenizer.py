@@ -50,10 +50,10 @@ class Tokenizer:
     """Wraps the `tokenizers` library; encoding and decoding are thread-safe.
 
     `max_tokens` is the maximum of a prompt: a text that must have more is refused before it is tokenized. It may be
-    changed at any time.
+    changed at any time. `pools` is whether prompts are whole texts, which some embedders end with a token.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, max_tokens: int | None = None) -> None:
+    def __init__(self, folder: Path, vocab_size: int, max_tokens: int | None = None, pools: bool = False) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
@@ -76,6 +76,10 @@ class Tokenizer:
         self._chat_template = ChatTemplate.load(folder, config)
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
+        # `tokenizer.json` may add the token already.
+        end = [] if eos is None else self.backend.encode(eos, add_special_tokens=False).ids
+        # The file's post-processor may append it already.
+        self._ending = end if pools and config.get("add_eos_token") and self.backend.encode("").ids[-1:] != end else []
         added = self.backend.get_added_tokens_decoder()
         self.added_tokens = {token.content: AddedToken(number, token.special) for number, token in added.items()}
 
@@ -94,7 +98,7 @@ class Tokenizer:
         """Raises RequestError if the text is far too long, or contains a lone surrogate."""
         if truncation is None:
             self.check_length(text)
-            token_ids = self._encode(text, add_special_tokens).ids
+            token_ids = self._encode(text, add_special_tokens).ids + self._ending * add_special_tokens
         else:
             token_ids = self._encode_truncated(text, add_special_tokens, truncation)
         if len(text) >= LARGE_CHARACTERS:
@@ -117,7 +121,7 @@ class Tokenizer:
             second = self._shortened(second, truncation)
         pair = self._encode(first, add_special_tokens=False), self._encode(second, add_special_tokens=False)
         if truncation is not None:
-            num_others = len(pair[0].ids) + self.backend.num_special_tokens_to_add(is_pair=True)
+            num_others = len(pair[0].ids) + self.backend.num_special_tokens_to_add(is_pair=True) + len(self._ending)
             if num_others >= truncation.max_tokens:
                 raise RequestError(
                     f"the first text and the special tokens are {num_others} tokens: {truncation.max_tokens} leave no "
@@ -128,7 +132,7 @@ class Tokenizer:
         whole = self.backend.post_process(*pair, add_special_tokens=True)
         if len(first) + len(second) >= LARGE_CHARACTERS:
             release_freed_memory()
-        return whole.ids, whole.type_ids.index(1) if 1 in whole.type_ids else None
+        return whole.ids + self._ending, whole.type_ids.index(1) if 1 in whole.type_ids else None
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not text.isascii():
@@ -141,19 +145,18 @@ class Tokenizer:
     def _encode_truncated(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
         """Truncates; keeps all special tokens that the tokenizer adds."""
         encoding = self._encode(self._shortened(text, truncation), add_special_tokens=False)
-        num_special = self.backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
-        room = max(0, truncation.max_tokens - num_special)
+        num_special = self.backend.num_special_tokens_to_add(is_pair=False) + len(self._ending)
+        room = max(0, truncation.max_tokens - num_special * add_special_tokens)
         encoding.truncate(room, direction="left" if truncation.keeps_end else "right")
         encoding = self.backend.post_process(encoding, None, add_special_tokens)
-        return truncation.cut(encoding.ids)
+        return truncation.cut(encoding.ids + self._ending * add_special_tokens)
 
     def _shortened(self, text: str, truncation: Truncation) -> str:
         """Returns the text without the part far beyond its truncation, to save time and memory."""
         if self._bound is None:
             return text
         # At least twice the text of that many tokens, so that a word cut in two is itself truncated.
-        size = 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking
-        size = max(size, LARGE_CHARACTERS)
+        size = max(LARGE_CHARACTERS, 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking)
         return text[-size:] if truncation.keeps_end else text[:size]
 
     def check_length(self, text: str) -> None:
@@ -226,9 +229,8 @@ def _special_token(config: Mapping[str, Any], name: str) -> str | None:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Loads the configured tokenizer; None if the engine has none. Raises ConfigError."""
-    if config.tokenizer_path is None:
-        return None
-    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
+    folder, size = config.tokenizer_path, config.model.vocab_size
+    return None if folder is None else Tokenizer(folder, size, pools=config.pooling is not None)
 
 
 def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -159,6 +159,7 @@ def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_siz
         "rms_norm_eps": fields[f"attention.{norm}_epsilon"],
         "rope_theta": fields.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, family, fields),
+        "is_causal": fields.get("attention.causal", True),
         "attention_bias": has_bias and family.model_type != "qwen2",
         "mlp_bias": any(name.endswith(".ffn_gate.bias") for name in file.tensors),
         "tie_word_embeddings": "output.weight" not in file.tensors,

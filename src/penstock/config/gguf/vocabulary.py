@@ -137,7 +137,7 @@ def read_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """Returns the contents of `tokenizer_config.json`: the chat template, and the special tokens by name."""
     tokens = _tokens(file)
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {"add_eos_token": file.metadata.get("tokenizer.ggml.add_eos_token") is True}
     for name, stored in named.items():
         number = file.metadata.get(f"tokenizer.ggml.{stored}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
@@ -197,12 +197,7 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
         },
         "post_processor": _post_processor(file, tokens),
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": _vocabulary(tokens),
-            "merges": merges,
-            "ignore_merges": rule.takes_whole,
-        },
+        "model": {"type": "BPE", "vocab": _vocabulary(tokens), "merges": merges, "ignore_merges": rule.takes_whole},
     }
 
 
