@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from penstock import LLM, AsyncLLM, ConfigError, PoolingParams, RequestError
@@ -143,6 +144,21 @@ def test_layer_norms_use_the_epsilon_of_the_checkpoint(name: str, folder: Path) 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_without_modules_the_first_token_is_used_and_an_output_head_ignored(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=transformers.AutoModelForMaskedLM)
+    llm = LLM(str(path), skip_tokenizer_init=True)
+    assert_agrees_with_transformers(path, llm, torch.float32, "cls_token", 1e-10)
+    llm.shutdown()
+
+
+def test_the_first_names_of_bert_s_layer_norms(folder: Path) -> None:
+    path = make_encoder_checkpoint("bert", folder)
+    file = path / "model.safetensors"
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {
+        next((name.replace(old, new) for old, new in names.items() if name.endswith(old)), name): tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert sum(name.endswith(("gamma", "beta")) for name in tensors) > 4
+    save_file(tensors, file, {"format": "pt"})
     llm = LLM(str(path), skip_tokenizer_init=True)
     assert_agrees_with_transformers(path, llm, torch.float32, "cls_token", 1e-10)
     llm.shutdown()
@@ -368,7 +384,7 @@ def test_inapplicable_options_are_refused(arguments: dict[str, Any], message: st
         ({"type_vocab_size": 0}, "type_vocab_size must be an integer of at least 1, got 0"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings must be an integer of at least 2, got 'many'"),
         ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification; the only classifiers"),
-        ({"architectures": ["BertForNextSentencePrediction"]}, "only encoders supported are .Model, .ForMaskedLM and"),
+        ({"architectures": ["BertForNextSentencePrediction"]}, "encoders served: .Model, .ForMaskedLM and"),
         ({"num_attention_heads": 32}, "head size of 3"),
     ],
 )

@@ -112,7 +112,7 @@ def probability_of_yes(path: Path, prompt: list[int], no: int, yes: int) -> floa
     return float(logits[[no, yes]].softmax(-1)[1])
 
 
-@pytest.mark.parametrize("name", [MODEL, "qwen2-tied"])
+@pytest.mark.parametrize("name", [MODEL, "qwen2-tied", "granite"])
 def test_yes_or_no(name: str, tmp_path: Path) -> None:
     path = make_checkpoint(name, tmp_path)
     tokenizer = save_tokenizer(path)
@@ -289,6 +289,11 @@ def test_tasks_of_other_models_are_refused(folder: Path, embedder: Path) -> None
         ({"classifier_from_token": [5, 301]}, "ids below 301"),
         ({"classifier_from_token": [5, True]}, "must be two different tokens"),
         ({"classifier_from_token": [5, 6], "pooling_type": "MEAN"}, "pooling_type must be LAST for the classifier"),
+        (
+            {"classifier_from_token": [5, 6], "normalize": True},
+            "score_template needs a classifier .*, normalize vectors",
+        ),
+        ({"score_template": "{query} {document}"}, "score_template needs a classifier .*, normalize vectors"),
     ],
 )
 def test_invalid_pooler_configs(given: Any, message: str, reranker: Path) -> None:
@@ -300,6 +305,7 @@ def test_invalid_pooler_configs(given: Any, message: str, reranker: Path) -> Non
     ("fields", "message"),
     [
         ({"architectures": ["Qwen3ForTokenClassification"]}, "the only classifiers supported are"),
+        ({"architectures": ["Qwen2ForProcessRewardModel"]}, "the only classifiers supported are"),
         ({"problem_type": "ranking"}, "has problem_type 'ranking'"),
         ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, "names the activation 'torch.nn.Tanh'"),
         ({"num_labels": 0, "id2label": None}, None),
@@ -328,7 +334,12 @@ def test_a_classifier_neither_generates_nor_accepts_another_head(folder: Path) -
 def test_the_activation_of_a_cross_encoder_is_that_of_its_config(folder: Path) -> None:
     identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     path = make_classifier_checkpoint("qwen3-gqa3-yarn", folder, num_labels=1, sentence_transformers=identity)
-    llm = make_llm(path, skip_tokenizer_init=True)
-    (found,) = llm.classify(PROMPTS[3], use_tqdm=False)
-    assert found.outputs.probs == pytest.approx(logits_of(path, PROMPTS[3], torch.float32).tolist(), rel=1e-3)
-    llm.shutdown()
+    logits = logits_of(path, PROMPTS[3], torch.float32)
+    # sentence-transformers 5.4 and later write it to a file of its own, which comes first.
+    for named, expected in ((None, logits), ("torch.nn.modules.activation.Sigmoid", logits.sigmoid())):
+        if named is not None:
+            (path / "config_sentence_transformers.json").write_text(json.dumps({"activation_fn": named}))
+        llm = make_llm(path, skip_tokenizer_init=True)
+        (found,) = llm.classify(PROMPTS[3], use_tqdm=False)
+        assert found.outputs.probs == pytest.approx(expected.tolist(), rel=1e-3)
+        llm.shutdown()

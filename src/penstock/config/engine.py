@@ -145,9 +145,7 @@ class EngineArgs:
         STEPS, None, "schedule step n+1 while step n runs (default: on a GPU; docs/PERFORMANCE.md)"
     )
     num_threads: int | None = argument(
-        DEVICE,
-        None,
-        "threads of the CPU kernels (default: OMP_NUM_THREADS, or the cores that this process may use)",
+        DEVICE, None, "threads of the CPU kernels (default: OMP_NUM_THREADS, or the cores that this process may use)"
     )
     enforce_eager: bool = argument(DEVICE, False, "use no CUDA graphs: the start is quicker, the steps are slower")
     deterministic: bool = argument(

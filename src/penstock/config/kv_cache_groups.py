@@ -43,10 +43,7 @@ def attach_layers(
 
 
 def cache_of_one_rank(
-    specs: Mapping[str, KVCacheSpec],
-    draft_specs: Mapping[str, KVCacheSpec],
-    num_tokens_ahead: int,
-    block_size: int,
+    specs: Mapping[str, KVCacheSpec], draft_specs: Mapping[str, KVCacheSpec], num_tokens_ahead: int, block_size: int
 ) -> KVCacheConfig:
     """Returns the smallest cache with a rank's layers, to run steps on before the engine's cache is planned.
 

@@ -125,7 +125,7 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         _check_no_other_head(path, architecture, is_encoder)
     tokens = given.classifier_from_token
     tokens = raw.get("classifier_from_token") if tokens is None else tokens
-    modules = None if is_classifier else read_modules(path)
+    modules = None if is_classifier or tokens is not None else read_modules(path)
     if runner == "auto" and has_logits and modules is None and tokens is None and asked is None:
         return None
     default = "cls" if is_encoder else "last"
@@ -136,29 +136,37 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         max_tokens=read_max_tokens(path),
         score_template=given.score_template or None,
         is_encoder=is_encoder,
+        head=_find_head(raw, model, tokens, has_logits),
     )
-    if is_classifier:
-        if tokens is not None:
-            raise ConfigError(f"{path} holds a {architecture}, which has a classifier: leave classifier_from_token out")
-        config = replace(config, head=_read_head(path, raw))
-    elif tokens is not None:
-        if not has_logits:
-            raise ConfigError(f"{path} holds a {architecture}, which has no output head for classifier_from_token")
-        config = replace(config, head=HeadConfig(("score",), "sigmoid", _token_ids(model, tokens)))
     method = (given.pooling_type or config.method).lower()
+    if given.score_template if config.head is None else given.normalize is not None:
+        raise ConfigError("pooler_config: score_template needs a classifier (classifier_from_token), normalize vectors")
     if config.head is not None and method != default:
         raise ConfigError(f"pooling_type must be {default.upper()} for the classifier in {path}, got {method.upper()}")
     return replace(config, method=method, normalize=config.normalize if given.normalize is None else given.normalize)
 
 
+def _find_head(raw: Mapping[str, Any], model: ModelConfig, tokens: Any, has_logits: bool) -> HeadConfig | None:
+    """Returns the classifier of the checkpoint, or of two tokens; None for vectors. Raises ConfigError."""
+    holds = f"{model.path} holds a {model.architecture}, "
+    if model.architecture.endswith(_CLASSIFIER):
+        if tokens is not None:
+            raise ConfigError(holds + "which has a classifier: leave classifier_from_token out")
+        return _read_head(model.path, raw)
+    if tokens is None:
+        return None
+    if not has_logits or model.multipliers.logits_cap:
+        what = "capped logits" if has_logits else "no output head"
+        raise ConfigError(f"{holds}which has {what} for classifier_from_token")
+    return HeadConfig(("score",), "sigmoid", _token_ids(model, tokens))
+
+
 def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> None:
     """Raises ConfigError for an architecture with a head that Penstock does not support."""
-    if "Classification" in architecture:
+    if "Classification" in architecture or architecture.endswith("RewardModel"):
         raise ConfigError(f"{path} holds a {architecture}; the only classifiers supported are *{_CLASSIFIER}")
     if is_encoder and not architecture.endswith(("Model", _MASKED_LM)):
-        raise ConfigError(
-            f"{path} holds a {architecture}; the only encoders supported are *Model, *{_MASKED_LM} and *{_CLASSIFIER}"
-        )
+        raise ConfigError(f"{path} holds a {architecture}; encoders served: *Model, *{_MASKED_LM} and *{_CLASSIFIER}")
 
 
 def _parse(asked: str | Mapping[str, Any] | None) -> _Options:
@@ -178,14 +186,17 @@ def _read_head(path: Path, raw: Mapping[str, Any]) -> HeadConfig:
 
 
 def _read_activation(path: Path, raw: Mapping[str, Any], count: int) -> str:
-    """Reads the activation on the logits. A cross encoder of sentence-transformers names a class of PyTorch."""
-    named = _object(raw.get("sentence_transformers")).get("activation_fn")
+    """Reads the activation on the logits. A cross encoder of sentence-transformers names a class of PyTorch, since its
+    version 5.4 in a file of its own.
+    """
+    stored = read_json(path / "config_sentence_transformers.json") or {}
+    named = stored.get("activation_fn") or _object(raw.get("sentence_transformers")).get("activation_fn")
     named = named or raw.get("sbert_ce_default_activation_function")
     if named is not None:
         activation = _ACTIVATION_OF_CLASS.get(str(named).rpartition(".")[2])
         if activation is None:
             known = ", ".join(_ACTIVATION_OF_CLASS)
-            raise ConfigError(f"{path / 'config.json'} names the activation {named!r}; supported: {known}")
+            raise ConfigError(f"{path} names the activation {named!r}; supported: {known}")
         return activation
     problem = raw.get("problem_type")
     activation = "softmax" if problem is None else _ACTIVATION_OF_PROBLEM.get(str(problem))

@@ -185,4 +185,6 @@ class SelfAttention:
 
 def read_norm(weights: Weights, hidden: int, encoder: EncoderConfig) -> LayerNorm:
     """Reads the layer norm of `hidden` features from these tensors."""
-    return LayerNorm(weights.tensor("weight", hidden), weights.tensor("bias", hidden), encoder.layer_norm_eps)
+    # The names of BERT's first checkpoints, in TensorFlow's terms.
+    scale, shift = ("weight", "bias") if weights.has("weight") else ("gamma", "beta")
+    return LayerNorm(weights.tensor(scale, hidden), weights.tensor(shift, hidden), encoder.layer_norm_eps)

@@ -63,7 +63,8 @@ def read_pooling_head(
         weights.tensors({name: model.vocab_size}, hidden, own={name: range(token, token + 1)})
         for token in head.token_ids
     )
-    return PoolingHead(Affine(_wide(accepting) - _wide(rejecting)))
+    # A cap is refused with the configuration: it is not linear.
+    return PoolingHead(Affine((_wide(accepting) - _wide(rejecting)) * model.multipliers.logits))
 
 
 def _affine(weights: Weights, name: str, num_outputs: int, num_inputs: int) -> Affine:

@@ -56,9 +56,7 @@ _GEMMA4 = Architecture(
     partial(experts_beside_mlp, mlp=gemma4_mlp),
     rms_norm_rounded_once,
     NormNames(
-        after_attention="post_attention_layernorm",
-        feed_forward=None,
-        after_feed_forward="post_feedforward_layernorm",
+        after_attention="post_attention_layernorm", feed_forward=None, after_feed_forward="post_feedforward_layernorm"
     ),
     layer_end=Gemma4LayerEnd,
     per_layer=PerLayerInputs,
