@@ -167,10 +167,10 @@ def test_completions_with_known_delays(server: FakeServer, tmp_path: Path, capsy
 
 
 def test_chat_without_a_local_tokenizer(server: FakeServer, tmp_path: Path) -> None:
-    save = ("--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json")
+    save = ("--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "new/r.json")
     chat = ("--backend", "openai-chat", "--api-key", "k", "--max-concurrency", "2", "--num-warmups", "1")
     assert bench(server, "--num-prompts", "4", *SHORT, *save, *chat) == 0
-    result = result_of(tmp_path)
+    result = result_of(tmp_path / "new")
     assert result["max_concurrent_requests"] == 2
     assert result["generated_texts"] == ["ab" * 6] * 4
     assert [len(gaps) for gaps in result["itls"]] == [5] * 4
@@ -187,7 +187,7 @@ EMBEDDINGS = ("--backend", "openai-embeddings", "--random-input-len", "20")
 def test_embeddings_have_vllms_keys_and_no_output_tokens(
     server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save = ("--save-detailed", "--result-dir", str(tmp_path))
+    save = ("--save-detailed", "--result-dir", str(tmp_path), "--label", "model/int8")
     server.fail_after = 4
     limits = ("--goodput", "e2el:60000", "--max-concurrency", "1")
     arguments = ("--endpoint", "/v1/embeddings", "--tokenizer", DEMO, "--num-prompts", "6", *limits, *save)

@@ -222,9 +222,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("a trace has its own arrival times: use --trace-scale instead of --request-rate")
     if args.save_result or args.save_detailed:
         with contextlib.suppress(OSError):
-            args.result_dir.mkdir(parents=True, exist_ok=True)
-        if not os.access(args.result_dir, os.W_OK):
-            raise ConfigError(f"--result-dir {args.result_dir} cannot be written")
+            (folder := _result_path(args, "", "").parent).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"the results cannot be written to {folder}: change --result-dir or --result-filename")
 
 
 def _check_embeddings(args: argparse.Namespace) -> None:
@@ -322,7 +322,7 @@ def _base_url(args: argparse.Namespace) -> str:
 
 def _result_path(args: argparse.Namespace, model: str, date: str) -> Path:
     limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
-    made = f"{args.label or args.backend}-{args.request_rate}qps{limit}-{Path(model).name}-{date}.json"
+    made = f"{Path(args.label or args.backend).name}-{args.request_rate}qps{limit}-{Path(model).name}-{date}.json"
     return args.result_dir / (args.result_filename or made)
 
 
