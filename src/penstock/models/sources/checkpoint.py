@@ -78,7 +78,7 @@ def _locate(folder: Path) -> dict[str, str]:
         # Mistral's models have the same weights once more, under other names.
         files = sorted({path.name for path in folder.glob("*.safetensors")} - {"consolidated.safetensors"})
         if not files:
-            raise ConfigError(f"{folder} holds no *.safetensors file; other weight formats must be converted first")
+            raise ConfigError(f"{folder} holds no *.safetensors in Hugging Face's format: convert its weights first")
         file_of = dict[str, str]()
         for file in files:
             for name in _open(folder / file).keys():  # noqa: SIM118
