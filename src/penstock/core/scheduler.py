@@ -219,16 +219,16 @@ class Scheduler:
                 return
 
     def _schedule_running(self, plan: StepPlan, batch: int) -> None:
-        for request in self._running.candidates(batch):
+        candidates = self._running.candidates(batch)
+        for num_behind, request in zip(reversed(range(len(candidates))), candidates, strict=True):
             if plan.token_budget == 0:
                 return
             # A request may have been preempted earlier in this loop, or only wait for its last token.
             if request.status is not RequestStatus.RUNNING or request.has_all_tokens_in_flight:
                 continue
             num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
-            num_drafts = 0
-            if request.num_drafts:
-                num_drafts = min(request.num_useful_drafts, plan.token_budget - num_tokens)
+            # Every request behind this one gets a token before this one gets drafts.
+            num_drafts = max(0, min(request.num_useful_drafts, plan.token_budget - num_tokens - num_behind))
             num_slots = self._num_slots(request, num_tokens + num_drafts)
             block_ids = self._kv.grow(request, num_slots)
             if block_ids is None:
