@@ -78,6 +78,33 @@ def test_top_p_over_a_flat_distribution_needs_the_whole_vocabulary() -> None:
     assert max(kept) == VOCAB - 1
 
 
+@pytest.mark.parametrize("wide", [{"top_p": 0.9999}, {"top_k": VOCAB - 1}])
+def test_a_row_that_keeps_most_of_the_vocabulary_costs_the_others_nothing(
+    wide: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.cat([torch.randn(7, VOCAB, generator=generator) * 8, torch.randn(1, VOCAB, generator=generator)])
+    params = [*({"top_k": 40, "top_p": 0.9, "seed": row} for row in range(7)), {**wide, "seed": 7}]
+    alone = [int(sample(logits[row, None], make_batch([{**params[row]}], [[1]], [1])).token_ids[0]) for row in range(8)]
+    ordered: list[tuple[int, int]] = []  # rows and how many numbers of each
+
+    def counted(name: str) -> None:
+        function = getattr(torch.Tensor, name)
+
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            ordered.append((len(self), args[0] if args else self.shape[1]))
+            return function(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, call)
+
+    counted("sort")
+    counted("topk")
+    found = sample(logits, make_batch(params, [[1]] * 8, [1] * 8)).token_ids.tolist()
+    assert found == alone
+    assert max(rows * count for rows, count in ordered) <= 8 * 1024
+    assert (1, VOCAB if "top_p" in wide else VOCAB - 1) in ordered
+
+
 def test_temperature_gives_the_softmax_distribution() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 2
     count, temperature = 40000, 0.7

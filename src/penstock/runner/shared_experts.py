@@ -26,11 +26,7 @@ class SharedExpertStep:
     """
 
     def __init__(
-        self,
-        inner: ExpertStep,
-        ranks: TensorGroup,
-        target: Sequence[PlacedExperts],
-        draft: Sequence[PlacedExperts],
+        self, inner: ExpertStep, ranks: TensorGroup, target: Sequence[PlacedExperts], draft: Sequence[PlacedExperts]
     ) -> None:
         self._inner = inner
         self._ranks = ranks

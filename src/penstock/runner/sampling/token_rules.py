@@ -30,13 +30,11 @@ def _forbid_others(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[
 def _forbid_bad_words(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
     """Forbids the last token of a bad word when the tokens before it are already there."""
     for index in chosen:
-        for word in batch.requests[index].bad_words_token_ids:
-            *head, last = word
-            if len(head) > batch.positions_np[index]:
-                continue
-            place = batch.positions[index] - len(head) + torch.arange(len(head), device=logits.device)
-            is_there = (batch.token_ids[batch.rows[index], place] == batch.indices(head)).all()
-            logits[index, last] = torch.where(is_there, -torch.inf, logits[index, last])
+        words, end = batch.requests[index].bad_words_token_ids, int(batch.positions_np[index])
+        first = max(0, end - max(map(len, words)) + 1)
+        known: list[int] = batch.token_ids[batch.rows[index], first:end].tolist()
+        lasts = [last for *head, last in words if known[len(known) - len(head) :] == head]
+        logits[index, batch.indices(lasts)] = -torch.inf
 
 
 def _forbid_early_ends(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:

@@ -39,8 +39,12 @@ def _keep_top_k(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int
     index = batch.indices(chosen)
     values = logits[index]
     ks = [batch.requests[i].sampling_params.top_k for i in chosen]
-    best = values.topk(max(ks)).values
-    _keep(logits, index, values, best.gather(1, batch.indices(k - 1 for k in ks)[:, None]))
+    threshold = values.new_empty((len(ks), 1))
+    # A row with a large k takes as long as sorting it, and must not have the others take that long.
+    for k in set(ks):
+        rows = batch.indices(row for row, own in enumerate(ks) if own == k)
+        threshold[rows] = values[rows].topk(k).values[:, -1:]
+    _keep(logits, index, values, threshold)
 
 
 def _keep_top_p(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
@@ -49,15 +53,21 @@ def _keep_top_p(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int
     values = logits[index]
     probs = values.softmax(-1)
     top_p = batch.column(batch.requests[i].sampling_params.top_p for i in chosen)
-    num_candidates = min(_NUM_CANDIDATES, values.shape[1])
-    best, order = values.topk(num_candidates)
-    mass = probs.gather(1, order).cumsum(-1, dtype=torch.float64)
-    if num_candidates < values.shape[1] and bool((mass[:, -1:] < top_p).any()):
-        best, order = values.sort(descending=True)
-        mass = probs.gather(1, order).cumsum(-1, dtype=torch.float64)
+    best, order = values.topk(min(_NUM_CANDIDATES, values.shape[1]))
+    threshold, mass = _reach(best, probs.gather(1, order), top_p)
+    rest = (mass < top_p).nonzero()[:, 0]
+    if best.shape[1] < values.shape[1] and len(rest):
+        best, order = values[rest].sort(descending=True)
+        threshold[rest] = _reach(best, probs[rest].gather(1, order), top_p[rest])[0]
+    _keep(logits, index, values, threshold)
+
+
+def _reach(best: torch.Tensor, probs: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits at which the mass of the best tokens reaches `top_p`, and their whole mass, both [n, 1]."""
+    mass = probs.cumsum(-1, dtype=torch.float64)
     # The first index at which the mass is reached; rounding may keep a whole row's mass just below 1.
     last = (mass < top_p).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1)
-    _keep(logits, index, values, best.gather(1, last))
+    return best.gather(1, last), mass[:, -1:]
 
 
 def _keep(logits: torch.Tensor, index: torch.Tensor, values: torch.Tensor, threshold: torch.Tensor) -> None:
