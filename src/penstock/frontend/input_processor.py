@@ -78,12 +78,7 @@ class InputProcessor:
         self._counter = itertools.count()
 
     def process(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int = 0,
-        adapter: Adapter | None = None,
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, adapter: Adapter | None = None
     ) -> ProcessedRequest:
         """Raises RequestError naming the field and its limit."""
         if self._pooling is not None:
@@ -97,6 +92,9 @@ class InputProcessor:
             )
         text, token_ids, cache_salt = self._check(prompt, priority)
         self._check_params(params)
+        if params.allowed_token_ids:
+            # Each step reads them, and clients may repeat them.
+            params = replace(params, allowed_token_ids=sorted(set(params.allowed_token_ids)))
         room = self._max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:

@@ -193,8 +193,9 @@ def _check_collections(params: SamplingParams) -> None:
     if params.stop_strings and not params.detokenize:
         raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
     for field, ids in (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
-        for token_id in _check_list(field, () if ids is None else ids):
-            _check_int(field, token_id, 0)
+        given = _check_list(field, () if ids is None else ids)
+        # There may be hundreds of thousands: nothing is called for each.
+        _check_int(field, next((each for each in given if type(each) is not int or each < 0), 0), 0)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise _refuse("allowed_token_ids", "absent or a list that is not empty", params.allowed_token_ids)
     _check_bias({} if params.logit_bias is None else params.logit_bias)

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
-from penstock.server.openai import generation, prompts
+from penstock.server.openai import formats, generation, prompts
 from penstock.server.openai.generation import Generation
 from penstock.server.openai.prompts import AS_WRITTEN, Tokenizing
 from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
@@ -55,11 +55,7 @@ async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[To
 
 
 async def start_chat(
-    service: Service,
-    request: Request,
-    body: ChatCompletionRequest,
-    request_id: str,
-    reported: StreamName | None = None,
+    service: Service, request: Request, body: ChatCompletionRequest, request_id: str, reported: StreamName | None = None
 ) -> Chat:
     """Renders the conversation and hands it to the engine. Raises RequestError."""
     model = service.admit(body.model)
@@ -86,12 +82,13 @@ def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolU
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     overrides: dict[str, Any] = {}
-    has_form = body.structured_outputs is not None or (body.response_format and body.response_format.type != "text")
+    has_form = formats.structured_outputs(body) is not None
     if tools.is_forced and has_form:
         raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
     grammar = None if has_form else tools.grammar(with_prefix=start is not Start.OVER)
     if grammar is not None:
-        overrides["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
+        with formats.naming_the_field(body):
+            overrides["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
     if tools.banned_words:
         overrides["bad_words"] = [*(body.bad_words or ()), *tools.banned_words]
     if tools.needs_special_tokens or service.reasoning.needs_special_tokens(start):
