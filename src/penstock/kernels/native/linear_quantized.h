@@ -921,6 +921,7 @@ struct Quantized : Base {
         const QuantizedPanel panel(quantization, x.k);
         char* dense = dense_panel.reserve(2 * kBytes + Base::kRows * kPanel * sizeof(float));
         const int64_t step = follows ? divide_up(panel.bytes() * Base::kStepBytes, Base::padded_k(x.k) * kPanel * 2) : 0;
+        const int64_t piece_bytes = panel.bytes() * kPiece / x.k / 64 * 64;
         tile.rows = x.rows;
         Base::begin(tile);
         with_kind(quantization, [&](auto kind, auto form) {
@@ -933,7 +934,7 @@ struct Quantized : Base {
                 tile.weight = piece;
                 tile.x = x.packed + Base::x_bytes(x.rows, first);
                 tile.k = Base::padded_k(inputs.end - first);
-                tile.prefetch = Prefetch{weight + panel.bytes() + panel.bytes() * first / x.k / 64 * 64, step};
+                tile.prefetch = Prefetch{weight + panel.bytes() + first / kPiece * piece_bytes, step};
             }
         });
         Base::add(tile);
