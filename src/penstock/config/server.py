@@ -33,7 +33,7 @@ class ServerArgs:
     api_key: tuple[str, ...] = argument(
         ACCESS, (), "key that clients must send; may be repeated (or PENSTOCK_API_KEY)", metavar="KEY"
     )
-    protect_metrics: bool = argument(ACCESS, False, "require a key for /metrics too")
+    protect_metrics: bool = argument(ACCESS, False, "require an API key for /metrics too; needs --api-key")
     allow_unauthenticated: bool = argument(ACCESS, False, "listen beyond loopback without an API key")
     served_model_name: tuple[str, ...] = argument(
         API, (), "name of the model in the API; may be repeated (default: MODEL)", metavar="NAME"
