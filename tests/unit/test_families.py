@@ -136,6 +136,14 @@ def test_olmo3_extends_the_context_of_full_layers_alone() -> None:
     assert config.layer_rope(3) == config.rope
 
 
+def test_yarn_extends_a_context_whose_length_was_left_as_it_was() -> None:
+    """As the cards of Qwen's models have it written into `config.json`."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for stated, expected in ((64, 256), (80, 256), (1000, 1000)):
+        config = parse("qwen3", rope_scaling=yarn, max_position_embeddings=stated)
+        assert config.max_position_embeddings == expected
+
+
 @pytest.mark.parametrize(("max_model_len", "is_long"), [(128, False), (129, True)])
 def test_a_draft_model_has_the_factors_of_the_engine_s_longest_context(
     tmp_path: Path, max_model_len: int, is_long: bool

@@ -249,7 +249,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         rms_norm_eps=_read_epsilon(raw, encoder),
         rope=ropes.rope,
         max_position_embeddings=(
-            read_count(raw, "max_position_embeddings", 2048)
+            max(read_count(raw, "max_position_embeddings", 2048), ropes.rope.num_positions)
             if encoder is None
             else encoder.num_positions - encoder.first_position
         ),

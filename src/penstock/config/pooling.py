@@ -107,8 +107,7 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
     not support it.
     """
     given = _parse(asked)
-    path, architecture = model.path, model.architecture
-    raw = read_model_json(path)
+    path, architecture, raw = model.path, model.architecture, read_model_json(model.path)
     is_classifier, is_encoder = architecture.endswith(_CLASSIFIER), model.encoder is not None
     has_logits = not is_classifier and (not architecture.endswith("Model") or architecture.endswith("LMHeadModel"))
     has_logits = has_logits and not is_encoder
@@ -123,8 +122,7 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
         raise ConfigError(f"{path} holds a {architecture}, whose classifier is not supported: only its vectors are")
     if not is_classifier:
         _check_no_other_head(path, architecture, is_encoder)
-    tokens = given.classifier_from_token
-    tokens = raw.get("classifier_from_token") if tokens is None else tokens
+    tokens = raw.get("classifier_from_token") if given.classifier_from_token is None else given.classifier_from_token
     modules = None if is_classifier or tokens is not None else read_modules(path)
     if runner == "auto" and has_logits and modules is None and tokens is None and asked is None:
         return None
@@ -195,14 +193,12 @@ def _read_activation(path: Path, raw: Mapping[str, Any], count: int) -> str:
     if named is not None:
         activation = _ACTIVATION_OF_CLASS.get(str(named).rpartition(".")[2])
         if activation is None:
-            known = ", ".join(_ACTIVATION_OF_CLASS)
-            raise ConfigError(f"{path} names the activation {named!r}; supported: {known}")
+            raise ConfigError(f"{path} names the activation {named!r}; supported: {', '.join(_ACTIVATION_OF_CLASS)}")
         return activation
     problem = raw.get("problem_type")
     activation = "softmax" if problem is None else _ACTIVATION_OF_PROBLEM.get(str(problem))
     if activation is None:
-        known = ", ".join(_ACTIVATION_OF_PROBLEM)
-        raise ConfigError(f"{path / 'config.json'} has problem_type {problem!r}; supported: {known}")
+        raise ConfigError(f"{path} has problem_type {problem!r}; supported: {', '.join(_ACTIVATION_OF_PROBLEM)}")
     # The softmax of a single number is always 1.
     return "sigmoid" if activation == "softmax" and count == 1 else activation
 

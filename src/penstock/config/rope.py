@@ -49,6 +49,12 @@ class RopeConfig:
         return replace(self, scaling={**self.scaling, "is_long": is_long})
 
     @property
+    def num_positions(self) -> int:
+        """How many positions YaRN extends a context to; 0 for other rules, which do not say."""
+        given: Mapping[str, Any] = self.scaling if self.rope_type == "yarn" else {}
+        return int(given.get("factor", 0) * given.get("original_max_position_embeddings", 0))
+
+    @property
     def has_long_factors(self) -> bool:
         return bool(self.scaling.get("is_long"))
 
