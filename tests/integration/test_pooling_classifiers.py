@@ -118,6 +118,8 @@ def test_yes_or_no(name: str, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(path)
     no, yes = tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")
     template = TEMPLATE.replace("{yes}", "yes")
+    # Rerankers of sentence-transformers list modules that are not those of vectors.
+    (path / "modules.json").write_text(json.dumps([{"path": "", "type": "sentence_transformers.models.LogitScore"}]))
     llm = make_llm(path, pooler_config={"classifier_from_token": ["no", "yes"], "score_template": template})
     scores = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
     for document, found in zip(DOCUMENTS, scores, strict=True):
