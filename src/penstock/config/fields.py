@@ -14,7 +14,7 @@ _MOST = 2**31 - 1
 def read_count(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     """Returns an integer field; `default` replaces a missing or null one.
 
-    Raises ConfigError for another type, a smaller number, one of more than 31 bits, KeyError if a field without a
+    Raises ConfigError for another type, a smaller number or one of more than 31 bits, KeyError if a field without a
     default is missing.
     """
     value = raw[name] if default is None else raw.get(name)

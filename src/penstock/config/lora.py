@@ -189,7 +189,7 @@ def _find_tensors(
         if rank != other or not rank:
             raise ConfigError(f"{file}: lora_A and lora_B of {name} have ranks {rank} and {other}")
         # PEFT's patterns match the module's own name.
-        scale = _scale(config_file, raw, of_name["lora_A"].removeprefix(_PREFIX).partition(".lora_A")[0], rank)
+        scale = _scale(config_file, raw, of_name["lora_A"].removeprefix(_PREFIX).rpartition(".lora_A")[0], rank)
         tensors = of_name["lora_A"], of_name["lora_B"]
         found[name] = LoraTensors(*tensors, rank, num_inputs, num_outputs, scale)
     return found

@@ -50,9 +50,9 @@ class RopeConfig:
 
     @property
     def num_positions(self) -> int:
-        """How many positions YaRN extends a context to; 0 for other rules, which do not say."""
+        """The context length that YaRN extends to; 0 for other rules, which do not state one."""
         given: Mapping[str, Any] = self.scaling if self.rope_type == "yarn" else {}
-        return int(given.get("factor", 0) * given.get("original_max_position_embeddings", 0))
+        return min(2**31 - 1, int(given.get("factor", 0) * given.get("original_max_position_embeddings", 0)))
 
     @property
     def has_long_factors(self) -> bool:

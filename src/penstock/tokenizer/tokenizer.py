@@ -76,8 +76,7 @@ class Tokenizer:
         self._chat_template = ChatTemplate.load(folder, config)
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
-        # `tokenizer.json` may add the token already.
-        end = [] if eos is None else self.backend.encode(eos, add_special_tokens=False).ids
+        end = [] if self.eos_token_id is None else [self.eos_token_id]
         # The file's post-processor may append it already.
         self._ending = end if pools and config.get("add_eos_token") and self.backend.encode("").ids[-1:] != end else []
         added = self.backend.get_added_tokens_decoder()

@@ -162,7 +162,7 @@ struct IntegerSums {
     }
 
 #if defined(__AMX_INT8__)
-    // The sums of up to 32 rows, [rows, kPanel], in tiles as TilePairs has them.
+    // The sums of up to 32 rows, [rows, kPanel].
     template <int>
     static void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
         const int64_t row_tiles = divide_up(tile.rows, 16);
