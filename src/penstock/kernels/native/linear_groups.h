@@ -3,7 +3,8 @@
 // ascending order. Integers of a group fit a word, so instruction sets give the same bits.
 //
 // A panel of packed weights is that of ColumnUnits. Each of its words has the codes of every other one of eight inputs for a
-// column, in the low or the high halves of its bytes: a byte is multiplied by the byte of x of the same input.
+// column, in the low or the high halves of its bytes: a byte is multiplied by the byte of x of the same input. Few rows take
+// codes from registers; with AMX, more rows multiply by tiles of some groups that are unpacked once.
 #pragma once
 
 #include "linear_integers.h"
@@ -120,14 +121,22 @@ template <int kGroup>
 struct GroupSums {
     using Element = BFloatKernel::Element;
     using Wide = Fma<BFloat>;
-    static constexpr int64_t kRows = 4;
     static constexpr int64_t kStepBytes = 128;
-    static constexpr bool kWholeBlocks = false;
+    static constexpr int64_t kFewRows = 4;  // which take codes from registers
     static constexpr int kVectors = kPanel / kLanes, kUnits = kGroup / kUnit;
-
+#if defined(__AMX_INT8__)
+    static constexpr int64_t kRows = 32;
+    static constexpr bool kWholeBlocks = true;
+    struct Session : BFloatKernel::Session {
+        explicit Session(int64_t rows) : BFloatKernel::Session(rows, kGroup) {}
+    };
+#else
+    static constexpr int64_t kRows = kFewRows;
+    static constexpr bool kWholeBlocks = false;
     struct Session {
         explicit Session(int64_t) {}
     };
+#endif
 
     static int64_t panel_bytes(const Quantization& quantization, int64_t k) {
         return QuantizedPanel(quantization, k).bytes();
@@ -137,8 +146,11 @@ struct GroupSums {
         Quantized<Wide, GroupUnits, 0, 0>::pack_panel(quantization, codes, numbers, weight, columns, k);
     }
 
-    // Inputs are [K / 8][2][rows][4] bytes, every other one of eight and then the others; then come [K / kGroup][rows] groups.
-    static int64_t input_bytes(int64_t rows, int64_t k) { return round_up(k, kGroup) * rows; }
+    // Inputs are [K / 8][2][rows][4] bytes, every other one of eight and then the others, or in the same order
+    // [K / kGroup][tiles of 16 rows][16][kGroup]; then come [K / kGroup][rows] groups.
+    static int64_t input_bytes(int64_t rows, int64_t k) {
+        return round_up(k, kGroup) * (rows > kFewRows ? round_up(rows, 16) : rows);
+    }
     static int64_t x_bytes(int64_t rows, int64_t k) {
         return round_up(input_bytes(rows, k) + divide_up(k, kGroup) * rows * int64_t{sizeof(InputGroup)}, 64);
     }
@@ -150,10 +162,16 @@ struct GroupSums {
             for (int64_t first = 0; first < k; first += kGroup) {
                 uint16_t padded[kGroup] = {};
                 if (k - first < kGroup) memcpy(padded, own + first, (k - first) * sizeof *own);
-                pack_group(k - first < kGroup ? padded : own + first, packed + (first * rows + row * 4), rows,
-                           groups[first / kGroup * rows + row]);
+                const uint16_t* some = k - first < kGroup ? padded : own + first;
+                InputGroup& group = groups[first / kGroup * rows + row];
+                if (rows > kFewRows)
+                    pack_group(some, packed + first * round_up(rows, 16) + row * kGroup, 1, group);
+                else
+                    pack_group(some, packed + first * rows + row * 4, rows, group);
             }
         }
+        // Loads of tiles do not declare to the compiler that they read memory.
+        asm volatile("" : : : "memory");
     }
 
     static PENSTOCK_INLINE void pack_group(const uint16_t* inputs, char* packed, int64_t rows, InputGroup& group) {
@@ -337,6 +355,139 @@ struct GroupSums {
         accumulate<kCount, kKind, true, kHasZeros>(quantization, panel, tile);
     }
 
+    // Calls action(kind) for the kinds that these layers have.
+    template <class Action>
+    static PENSTOCK_INLINE void with_codes(const Quantization& quantization, const Action& action) {
+        switch (quantization.kind) {
+            case kNibbles: return action(Constant<kNibbles>{});
+            case kFours: return action(Constant<kFours>{});
+            case kFives: return action(Constant<kFives>{});
+            case kSixes: return action(Constant<kSixes>{});
+            default: return action(Constant<kIntegers>{});
+        }
+    }
+
+#if defined(__AMX_INT8__)
+    // Writes the codes of some inputs of a panel as signed bytes, [K / 4][kPanel][4] in the order of the inputs, to `codes`, and
+    // for every group of them kPanel scales, and as many zeros or minima, to `factors`.
+    template <int kKind>
+    static void widen_codes(const Quantization& quantization, const QuantizedPanel& panel, const char* weight, Range some,
+                            char* codes, Vector* factors) {
+        const Bytes<kKind, false> bytes(quantization);
+        const __m512i shift = _mm512_set1_epi8(static_cast<char>(bytes.shift));
+        panel.each_group(weight, some, [&](const GroupNumbers& header, const char* units, int64_t count) {
+            const int64_t groups = divide_up(count, kUnits);
+            for (int part = 0; part < kVectors; ++part) {
+                Vector scale, offset{};
+                load_factors(quantization, panel, header, part * kLanes, scale, offset);
+                if constexpr (kKind == kNibbles) scale = times(scale, spread(0.5));
+                for (int64_t group = 0; group < groups; ++group) {
+                    factors[(group * 2) * kVectors + part] = scale;
+                    factors[(group * 2 + 1) * kVectors + part] = offset;
+                }
+                for (int64_t unit = 0; unit < count; ++unit) {
+                    Codes unpacked[4];
+                    bytes.unpack(units + unit * panel.unit_bytes, part, unpacked);
+                    char* to = codes + unit * kUnit * kPanel + part * 64;
+                    for (int number = 0; number < 4; ++number)
+                        _mm512_store_si512(to + number * 128, _mm512_add_epi8((__m512i)unpacked[number], shift));
+                }
+            }
+            factors += groups * kVectors * 2;
+            codes += groups * kGroup * kPanel;
+        });
+        asm volatile("" : : : "memory");
+    }
+
+    // How many groups' codes and sums are in the first-level cache at a time.
+    static constexpr int64_t kTogether = 4;
+
+    // Multiplies `blocks` blocks, of more than kFewRows rows each.
+    static void multiply_tiles(const Blocks<GroupSums>& x, int64_t blocks, const Quantization& quantization,
+                               const QuantizedPanel& panel, Tile<Element> tile) {
+        constexpr int64_t kSums = kRows * kPanel;
+        alignas(64) int32_t exact[kTogether * kSums];
+        alignas(64) char codes[kTogether * kGroup * kPanel];
+        alignas(64) Vector factors[kTogether * kVectors * 2];
+        float* sums = reinterpret_cast<float*>(dense_panel.reserve(blocks * kSums * sizeof(float)));
+        memset(sums, 0, blocks * kSums * sizeof(float));
+        const int64_t groups = divide_up(panel.k, kGroup);
+        Prefetch prefetch{tile.weight + tile.prefetch.step,
+                          tile.prefetch.step ? round_up(divide_up(panel.bytes(), groups), 64) : 0};
+        for (int64_t first = 0; first < groups; first += kTogether) {
+            const int64_t some = smaller(kTogether, groups - first);
+            const Range range{first * kGroup, smaller(panel.k, (first + some) * kGroup)};
+            with_codes(quantization, [&](auto kind) {
+                widen_codes<kind.value>(quantization, panel, tile.weight, range, codes, factors);
+            });
+            for (int64_t block = 0; block < blocks; ++block) {
+                const int64_t rows = x.height_of(block), row_tiles = divide_up(rows, 16);
+                const char* own = x.packed + block * x.bytes;
+                for (int64_t group = 0; group < some; ++group) {
+                    sum_group(own + (first + group) * kGroup * row_tiles * 16, codes + group * kGroup * kPanel, row_tiles,
+                              exact + group * kSums);
+                    if (block == 0) prefetch.advance();
+                }
+                asm volatile("" : : : "memory");
+                const auto inputs = reinterpret_cast<const InputGroup*>(own + input_bytes(rows, x.k)) + first * rows;
+                if (quantization.has_zeros)
+                    add_sums<true>(quantization, exact, inputs, factors, rows, some, sums + block * kSums);
+                else
+                    add_sums<false>(quantization, exact, inputs, factors, rows, some, sums + block * kSums);
+            }
+        }
+        alignas(64) float bias[kPanel] = {};
+        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
+        const int64_t rows = smaller(x.rows, x.first(blocks));
+        for (int64_t row = 0; row < rows; ++row) store(tile, row, reinterpret_cast<Vector*>(sums + row * kPanel), bias);
+    }
+
+    // The exact sums of a group, [rows, kPanel].
+    static PENSTOCK_INLINE void sum_group(const char* x, const char* codes, int64_t row_tiles, int32_t* exact) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(4, x, kGroup);
+        _tile_loadd(6, codes, kPanel * 4);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, codes + 64, kPanel * 4);
+        _tile_dpbssd(1, 4, 7);
+        _tile_stored(0, exact, kPanel * 4);
+        _tile_stored(1, exact + 16, kPanel * 4);
+        if (row_tiles == 1) return;
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_loadd(5, x + 16 * kGroup, kGroup);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+        _tile_stored(2, exact + 16 * kPanel, kPanel * 4);
+        _tile_stored(3, exact + 16 * kPanel + 16, kPanel * 4);
+    }
+
+    // Adds the groups' sums to those of the rows, [rows, kPanel].
+    template <bool kHasZeros>
+    static void add_sums(const Quantization& quantization, const int32_t* exact, const InputGroup* inputs,
+                         const Vector* factors, int64_t rows, int64_t groups, float* sums) {
+        const bool has_minima = !kHasZeros && quantization.has_minima;
+        for (int64_t at = 0; at < rows * kPanel; at += kLanes) {
+            const Vector* factor = factors + at / kLanes % kVectors;
+            const InputGroup* own = inputs + at / kPanel;
+            Vector sum = read(sums + at);
+            for (int64_t group = 0; group < groups; ++group, factor += kVectors * 2, own += rows) {
+                Integers words;
+                memcpy(&words, exact + group * kRows * kPanel + at, sizeof words);
+                Vector value = __builtin_convertvector(words, Vector);
+                if constexpr (kHasZeros) {
+                    const Vector inputs_sum = __builtin_convertvector(Integers{} + own->sum, Vector);
+                    value = multiply_add(inputs_sum, Vector{} - factor[kVectors], value);
+                }
+                sum = multiply_add(times(spread(own->scale), factor[0]), value, sum);
+                if (has_minima) sum = multiply_add(spread(own->scaled_sum), Vector{} - factor[kVectors], sum);
+            }
+            write(sums + at, sum);
+        }
+    }
+#endif
+
     static int64_t panels_together(const Blocks<GroupSums>&, const Quantization&) { return 1; }
 
     static void multiply_panels(const Blocks<GroupSums>& x, const Quantization& quantization, const char* weight,
@@ -346,17 +497,20 @@ struct GroupSums {
         char* out = tile.out;
         tile.weight = weight;
         tile.prefetch.step = follows ? panel.bytes() : 0;
-        for (int64_t block = 0; block < x.count; ++block, tile.prefetch.step = 0) {
+        int64_t block = 0;
+#if defined(__AMX_INT8__)
+        // The last block may have few rows.
+        block = x.count - (x.height_of(x.count - 1) <= kFewRows);
+        if (block) {
+            multiply_tiles(x, block, quantization, panel, tile);
+            tile.prefetch.step = 0;
+        }
+#endif
+        for (; block < x.count; ++block, tile.prefetch.step = 0) {
             tile.x = x.packed + block * x.bytes;
             tile.out = out + x.first(block) * tile.out_stride;
             tile.rows = x.height_of(block);
-            switch (quantization.kind) {
-                case kNibbles: run<kRows, kNibbles>(quantization, panel, tile); break;
-                case kFours: run<kRows, kFours>(quantization, panel, tile); break;
-                case kFives: run<kRows, kFives>(quantization, panel, tile); break;
-                case kSixes: run<kRows, kSixes>(quantization, panel, tile); break;
-                default: run<kRows, kIntegers>(quantization, panel, tile);
-            }
+            with_codes(quantization, [&](auto kind) { run<kFewRows, kind.value>(quantization, panel, tile); });
         }
     }
 

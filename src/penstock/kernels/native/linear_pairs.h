@@ -156,7 +156,8 @@ struct TilePairs : Pairs {
     // each call, and the tiles are released after it so that the thread's state stays small.
     class Session : Streams {
     public:
-        explicit Session(int64_t rows) {
+        // For rows of x of `input_bytes` in a tile.
+        explicit Session(int64_t rows, int input_bytes = 64) {
             struct alignas(64) {
                 uint8_t palette = 1;
                 uint8_t reserved[15] = {};
@@ -165,6 +166,8 @@ struct TilePairs : Pairs {
             } config;
             if (rows < 16)
                 for (int tile = 0; tile < 6; ++tile) config.rows[tile] = static_cast<uint8_t>(rows);
+            for (int tile = 4; tile < 6; ++tile) config.row_bytes[tile] = static_cast<uint16_t>(input_bytes);
+            for (int tile = 6; tile < 8; ++tile) config.rows[tile] = static_cast<uint8_t>(input_bytes / 4);
             // The compiler's own intrinsic declares only the first eight bytes as read, and it may drop the rest.
             asm volatile("ldtilecfg %0" : : "m"(config));
         }

@@ -99,12 +99,20 @@ struct QuantizedPanel {
     // Calls take(numbers, units, count) for the units of the inputs in a range that begins with one, group after group.
     template <class Take>
     PENSTOCK_INLINE void each_group(const char* weight, Range inputs, const Take& take) const {
+        const int64_t first = inputs.begin / group;
+        int64_t inside = inputs.begin % group, left = factor_groups ? factor_groups - first % factor_groups : -1;
+        const char *numbers = at(weight, first), *factors = factors_at(weight, first);
         while (inputs.begin < inputs.end) {
-            const int64_t number = inputs.begin / group, end = smaller(inputs.end, (number + 1) * group);
-            const char* numbers = at(weight, number);
-            const char* units = numbers + header_bytes + inputs.begin % group / kUnit * unit_bytes;
-            take(GroupNumbers{numbers, factors_at(weight, number)}, units, divide_up(end - inputs.begin, kUnit));
-            inputs.begin = end;
+            const int64_t some = smaller(inputs.end - inputs.begin, group - inside);
+            take(GroupNumbers{numbers, factors}, numbers + header_bytes + inside / kUnit * unit_bytes, divide_up(some, kUnit));
+            inputs.begin += some;
+            inside = 0;
+            numbers += group_bytes();
+            if (--left == 0) {
+                left = factor_groups;
+                factors = numbers;
+                numbers += factor_bytes;
+            }
         }
     }
 };
