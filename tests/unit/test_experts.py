@@ -85,6 +85,7 @@ def test_which_layers_are_sparse(raw: dict[str, Any], changes: dict[str, Any], s
         (QWEN3, {"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer of at least 1, got 0"),
         (QWEN3, {"num_experts": "8"}, "num_experts must be an integer of at least 1, got '8'"),
         (QWEN3, {"moe_intermediate_size": -1}, "moe_intermediate_size must be an integer of at least 1, got -1"),
+        (QWEN3, {"hidden_act": "gelu"}, "the activation of a qwen3_moe with experts must be silu"),
         (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, got 0"),
         (DEEPSEEK, {"scoring_func": "tanh"}, "scoring_func of a deepseek_v3 must be sigmoid, got 'tanh'"),
         (DEEPSEEK, {"topk_method": "greedy"}, "topk_method of a deepseek_v3 must be noaux_tc, got 'greedy'"),

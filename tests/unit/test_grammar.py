@@ -329,6 +329,31 @@ def test_a_hostile_grammar_is_bounded(backend: LLGuidanceBackend, name: str) -> 
     assert time.process_time() - started < 10.0
 
 
+def test_slow_masks_end_a_request(backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of processor time, and 10 ms for each mask; time that fast masks leave is not saved up."""
+    now, taken = 0.0, 0.0
+
+    def thread_time() -> float:
+        nonlocal now
+        now += taken  # between the beginning of a mask and its end, and from there to the next
+        return now
+
+    monkeypatch.setattr(time, "thread_time", thread_time)
+    grammar = backend.compile(spec(regex="a*"))
+    for _ in range(300):
+        masks(backend, grammar)
+    taken = 0.02
+    for _ in range(99):
+        masks(backend, grammar)
+    with pytest.raises(GrammarError, match="less ambiguous"):  # noqa: PT012 - the sums of times are rounded
+        for _ in range(3):
+            masks(backend, grammar)
+    taken = 0.01
+    grammar = backend.compile(spec(regex="a*"))
+    for _ in range(300):
+        masks(backend, grammar)
+
+
 def test_a_request_survives_the_limit_of_a_shared_lexer(backend: LLGuidanceBackend) -> None:
     """Equal specs share a lexer. When it reaches its limit, each starts again from its own tokens and goes on."""
     hard = spec(regex=HOSTILE["states"]["regex"])

@@ -66,6 +66,8 @@ def read_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
     config = read(raw)
     if config is not None:
         _check(config)
+        if config.activation == SILU != read_activation(raw):
+            raise ConfigError(f"the activation of a {raw['model_type']} with experts must be {SILU}")
     return config
 
 

@@ -186,6 +186,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "time_step_limit": _NO_TIME_STEP_LIMIT,
         "use_bias": (None, False),
     },
+    "qwen3_5_text": {"hidden_act": (None, "silu")},
     "olmo2": {"clip_qkv": (None,)},
     "olmo3": {"clip_qkv": (None,)},
 }

@@ -18,11 +18,7 @@ from penstock.utils.errors import ConfigError
 METHODS = ("last", "mean", "cls")
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
-_METHOD_OF_FLAG = {
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-}
+_METHOD_FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _METHOD_OF_NAME = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _LENGTH_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 
@@ -78,7 +74,7 @@ def _read_method(file: Path) -> str:
     name = raw.get("pooling_mode")
     flags = [flag for flag, value in raw.items() if flag.startswith("pooling_mode_") and value is True]
     names = [str(name)] if name is not None else flags
-    known = _METHOD_OF_NAME if name is not None else _METHOD_OF_FLAG
+    known = _METHOD_OF_NAME if name is not None else _METHOD_FLAGS
     if len(names) != 1 or names[0] not in known:
         raise ConfigError(
             f"{file} asks for {' and '.join(names) or 'no pooling mode'}; supported: one of lasttoken, mean_tokens, "

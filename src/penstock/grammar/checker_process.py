@@ -21,7 +21,7 @@ from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils import logging
 from penstock.utils.child_process import Failed, Parent
-from penstock.utils.errors import RequestError
+from penstock.utils.errors import GrammarError, RequestError
 from penstock.utils.wire import Codec
 
 logger = logging.get_logger(__name__)
@@ -61,14 +61,12 @@ CODEC = Codec(Start, Ready, Failed, GrammarSpec, Verdict)
 def _judge(backend: LLGuidanceBackend, spec: GrammarSpec, cpu_seconds: float) -> Verdict:
     started = time.thread_time()
     try:
-        grammar = backend.compile(spec)
-    except RequestError as error:
+        backend.compile(spec).fill((), np.empty((1, backend.num_words), np.int32))
+    except (RequestError, GrammarError) as error:
         return Verdict(str(error))
-    grammar.fill((), np.empty((1, backend.num_words), np.int32))
     # The engine core will spend this time between two steps, which delays all requests.
-    if time.thread_time() - started > cpu_seconds:
-        return Verdict("the grammar cannot be compiled: it is too complex")
-    return Verdict(None)
+    is_slow = time.thread_time() - started > cpu_seconds
+    return Verdict("the grammar cannot be compiled: it is too complex" if is_slow else None)
 
 
 def _work(owner: Parent) -> None:
@@ -87,9 +85,8 @@ def _limit_memory(more_bytes: int) -> None:
     """Limits the further growth of the address space; no limit if the system does not report its size."""
     statm = Path("/proc/self/statm")
     if statm.exists():
-        size = int(statm.read_text().split()[0]) * resource.getpagesize()
+        wanted = int(statm.read_text().split()[0]) * resource.getpagesize() + more_bytes
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = size + more_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 

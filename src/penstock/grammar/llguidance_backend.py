@@ -5,7 +5,8 @@ amount were allowed, a model could generate whitespace forever. A schema's own `
 
 Measured with 152k tokens on one slow core: common grammars compile in 2 ms and fill a row in 0.02 to 0.1 ms. The worst
 case found under the limits below, in grammars of up to 64 KiB: 0.5 s to compile (`GrammarChecker` passes half of that),
-40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB.
+40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB. Items of an ambiguous grammar take
+longer, up to 0.65 s for a row: so the processor time of a request's rows is limited too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -27,7 +29,8 @@ _MAX_PROTOTYPES = 32
 _MAX_REASON_CHARACTERS = 500
 _TOKENS_PER_RESTART = 256
 _TOKENS_PER_MASK = 16
-_ALL = np.int32(-1)
+# The processor time that a request's masks may use, of which each mask gives back a part.
+_SECONDS, _SECONDS_PER_MASK = 1.0, 0.01
 
 # Forcing would admit only one tokenization of forced text, and process all of that text in every mask.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -103,8 +106,7 @@ class LLGuidanceBackend:
         row = np.empty(self.num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if not matcher.is_error():
-            row &= self.continuations
-            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            allowed = np.flatnonzero(np.unpackbits((row & self.continuations).view(np.uint8), bitorder="little"))
             if len(allowed):
                 matcher.consume_token(int(allowed[0]))
                 matcher.rollback(1)
@@ -120,6 +122,7 @@ class LLGuidanceGrammar:
         self._matcher = matcher
         self._tokens: list[int] = []
         self._next_restart = 0
+        self._seconds_left = _SECONDS
 
     @property
     def is_finished(self) -> bool:
@@ -129,7 +132,7 @@ class LLGuidanceGrammar:
         for place, token_id in enumerate(token_ids, start=1):
             self._advance(token_id)
             if place % _TOKENS_PER_MASK == 0 and not self.is_finished:
-                self._compute_mask()
+                self._compute_mask(np.empty(self._backend.num_words, np.int32))
 
     def fill(self, drafts: Sequence[int], rows: np.ndarray) -> None:
         # The library writes through this pointer.
@@ -139,7 +142,7 @@ class LLGuidanceGrammar:
         self._fill_row(rows[0])
         for place, draft in enumerate(drafts):
             if not _is_set(rows[place], draft):
-                rows[place + 1 :] = _ALL
+                rows[place + 1 :] = -1  # all
                 break
             self._advance(draft)
             self._fill_row(rows[place + 1])
@@ -159,10 +162,10 @@ class LLGuidanceGrammar:
         self._tokens.append(token_id)
 
     def _fill_row(self, row: np.ndarray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._compute_mask(row)
         if self._matcher.is_error():
             self._restart()
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._compute_mask(row)
         can_end = self._matcher.is_stopped() or self._matcher.is_accepting()
         row &= self._backend.endings if can_end else self._backend.continuations
         if self._matcher.is_error() or not row.any():
@@ -178,13 +181,18 @@ class LLGuidanceGrammar:
         except RequestError as error:
             raise GrammarError(str(error)) from None
         for start in range(0, len(self._tokens), _TOKENS_PER_MASK):
-            self._compute_mask()
+            self._compute_mask(np.empty(self._backend.num_words, np.int32))
             self._matcher.consume_tokens(self._tokens[start : start + _TOKENS_PER_MASK])
 
-    def _compute_mask(self) -> None:
-        """The limit on the work of tokens counts from the last mask."""
-        row = np.empty(self._backend.num_words, np.int32)
+    def _compute_mask(self, row: np.ndarray) -> None:
+        """The limit on the work of tokens counts from the last mask. It counts items, which take longer in ambiguous
+        grammars, and a mask holds up all requests: hence the limit on their time.
+        """
+        started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._seconds_left = min(_SECONDS, self._seconds_left + _SECONDS_PER_MASK + started - time.thread_time())
+        if self._seconds_left < 0:
+            raise GrammarError("the grammar takes too long to follow; make it less ambiguous")
 
 
 def _source(spec: GrammarSpec) -> str:
