@@ -412,6 +412,28 @@ def test_tls(tmp_path: Path) -> None:
         assert server.terminate(10) == 0
 
 
+def test_tls_files_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    for certificate, reason in ((tmp_path / "missing.pem", "No such file"), (wrong, "PEM")):
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.cli.main",
+            "serve",
+            "--port",
+            "0",
+            "--ssl-certfile",
+            str(certificate),
+        ]
+        command += ["--ssl-keyfile", str(wrong)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert f"ssl_certfile={certificate}" in done.stderr
+        assert reason in done.stderr
+        assert "Loading" not in done.stdout + done.stderr
+
+
 # ---- Malicious checkpoints ----
 
 BOMBS = {

@@ -5,8 +5,8 @@ amount were allowed, a model could generate whitespace forever. A schema's own `
 
 Measured with 152k tokens on one slow core: common grammars compile in 2 ms and fill a row in 0.02 to 0.1 ms. The worst
 case found under the limits below, in grammars of up to 64 KiB: 0.5 s to compile (`GrammarChecker` passes half of that),
-40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB. Items of an ambiguous grammar take
-longer, up to 0.65 s for a row: so the processor time of a request's rows is limited too.
+40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB. Items of an ambiguous grammar
+take longer, up to 0.65 s for a row: so the processor time of a request's rows is limited too.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ async def serve(
     args.check()
     if args.access_log:
         logging.enable_access_log("uvicorn.access")
-    # Bound before the model is loaded, so that a port in use fails at once and not after minutes.
+    # Checked before the model is loaded, so that a port in use fails at once and not after minutes.
+    _check_certificate(args)
     public = _bind(args.host, args.port)
     admin = None if args.admin_port is None else _bind(_LOOPBACK, args.admin_port)
     names = args.served_model_name or (engine_args["model"],)
@@ -127,6 +129,17 @@ async def _load_loras(service: Service) -> None:
             await service.load_lora(name, path)
         except RequestError as error:
             raise ConfigError(f"lora_modules {name}={path}: {error}") from None
+
+
+def _check_certificate(args: ServerArgs) -> None:
+    """Raises ConfigError if the TLS files cannot be read, or do not belong together."""
+    if args.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+    except OSError as error:
+        names = f"ssl_certfile={args.ssl_certfile} and ssl_keyfile={args.ssl_keyfile}"
+        raise ConfigError(f"{names} are not a PEM certificate and its key: {error.strerror or error}") from None
 
 
 def _bind(host: str, port: int) -> socket.socket:

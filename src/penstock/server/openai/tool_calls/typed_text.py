@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_TYPES = {
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-    "object": dict,
-    "array": list,
-    "null": type(None),
-}
+_TYPES = {"boolean": bool, "integer": int, "number": (int, float), "object": dict, "array": list, "null": type(None)}
 
 
 def types_of(schema: Any) -> frozenset[str]:
