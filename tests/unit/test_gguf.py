@@ -274,7 +274,7 @@ def test_a_file_without_a_field_or_an_embedding_is_refused(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"has no token_embd\.weight"):
         unpack_gguf(tmp_path / "b.gguf")
     write(tmp_path / "c.gguf", {"x": (np.zeros((4, 512 // 256 * 66), np.uint8), gguf.GGMLQuantizationType.IQ2_XXS)})
-    with pytest.raises(ConfigError, match="tensor 'x' has ggml's type 16, and Penstock reads F32, F16, Q4_0"):
+    with pytest.raises(ConfigError, match="tensor 'x' has ggml's type IQ2_XXS, and Penstock reads F32, F16, Q4_0"):
         GGUFFile(tmp_path / "c.gguf")
 
 

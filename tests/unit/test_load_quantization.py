@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from penstock import LLM, SamplingParams
 from penstock.config.engine import EngineArgs, resolve
-from penstock.config.load_quantization import LoadQuantization
+from penstock.config.load_quantization import AS_STORED, LoadQuantization
 from penstock.config.quantization import QuantizationConfig
-from penstock.kernels.quantized import quantize_absmax
+from penstock.kernels.quantized import LayerWeight, QuantizedWeight, dense, quantize_absmax
+from penstock.models.sources.source import ALL, Part, WeightSource
+from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
 
 
@@ -43,6 +46,56 @@ def test_rows_are_rounded_by_themselves() -> None:
     none = quantize_absmax(weight[:0], 4, 32)
     assert none.is_like(whole)
     assert none.shape == (0, 64)
+
+
+class Stored(dict[str, LayerWeight]):
+    """Tensors as a `WeightSource` (what is read of it here)."""
+
+    def has(self, name: str) -> bool:
+        return name in self
+
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> LayerWeight:
+        assert self[name].shape == tuple(shape)
+        weight = self[name]
+        return weight.part(*part) if isinstance(weight, QuantizedWeight) else weight[part]
+
+
+def read_layer(bits: int, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Returns a layer's outputs, those of the values that are stored, and its bytes. q, k and v are of three kinds."""
+    torch.manual_seed(0)
+    names, width = {"q_proj": 64, "k_proj": 32, "v_proj": 32}, 96
+    q, k, v = (torch.randn(rows, width).bfloat16() for rows in names.values())
+    found = quantize_absmax(q, 4, 32), k, quantize_absmax(v, 8, 32)
+    kinds: dict[str, LayerWeight] = dict(zip(names, found, strict=True))
+    biases = {f"{name}.bias": torch.randn(rows).bfloat16() for name, rows in names.items()}
+
+    def weights_of(tensors: dict[str, LayerWeight], rounding: LoadQuantization) -> Weights:
+        source = Stored({**biases, **{f"{name}.weight": weight for name, weight in tensors.items()}})
+        return Weights(cast(WeightSource, source), torch.bfloat16, torch.device("cpu"), load_quantization=rounding)
+
+    weights = weights_of(kinds, LoadQuantization(bits))
+    layer = weights.linear(names, width, bias=True, order=order)
+    plain = weights_of({name: dense(kind) for name, kind in kinds.items()}, AS_STORED)
+    wanted = plain.linear(names, width, bias=True, order=order)
+    x = torch.randn(5, width).bfloat16()
+    return layer(x), wanted(x), weights.size.num_bytes
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_what_is_stored_in_several_ways_is_not_rounded_and_keeps_its_bytes_in_another_order(bits: int) -> None:
+    """Heads of 16 features: halves of q change places, and v comes first. In between, every other row of q and v."""
+    q, k, v = torch.arange(64).view(2, 2, 16).transpose(0, 1).flatten(), torch.arange(64, 96), torch.arange(96, 128)
+    for order in (torch.cat([v, q, k]), torch.cat([q.flip(0), v, k])):
+        found, wanted, num_bytes = read_layer(bits, order)
+        if not bits:  # else k_proj is rounded
+            assert torch.equal(found, wanted)
+        else:
+            others = [place for place, row in enumerate(order.tolist()) if row not in k.tolist()]
+            assert torch.equal(found[:, others], wanted[:, others])
+        assert num_bytes < 128 * 96 * 1.5
+    alternating = torch.cat([torch.stack([q[:32], v], 1).flatten(), q[32:], k])
+    found, wanted, _ = read_layer(0, alternating)
+    assert torch.equal(found, wanted)
 
 
 def outputs(**arguments: Any) -> Any:

@@ -17,7 +17,7 @@ from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.config.quantization import read_quantization
 from penstock.kernels.quantized import QuantizedWeight, dense
-from penstock.models.sources.opening import open_weights
+from penstock.models.sources.opening import loaded_bytes, open_weights
 from penstock.models.sources.source import ALL, Part
 from penstock.utils.errors import ConfigError
 from tests.quantized_formats import FORMATS, Tensors, auto_round, grouped_formats, micro_floats, pack_words
@@ -344,8 +344,68 @@ def test_static_inputs_and_bad_patterns_are_refused(tmp_path: Path) -> None:
     text = json.dumps(config)
     with pytest.raises(ConfigError, match=r"input_activations\.dynamic is False"):
         read_quantization(tmp_path, json.loads(text.replace('"dynamic": true', '"dynamic": false')))
-    with pytest.raises(ConfigError, match="is not a regular expression"):
+    with pytest.raises(ConfigError, match="cannot be matched"):
         read_quantization(tmp_path, json.loads(text.replace('["Linear"]', '["re:("]')))
+
+
+def test_patterns_that_could_take_long_are_refused(tmp_path: Path) -> None:
+    text = json.dumps(FORMATS["int8 with int8 inputs"][0])
+    with pytest.raises(ConfigError, match="a repeated group can take exponentially long"):
+        read_quantization(tmp_path, json.loads(text.replace('["Linear"]', '["re:(a+)+$"]')))
+
+
+@pytest.mark.parametrize("group", [2**70, 2**31, 65536, 20, True, 64.0])
+def test_groups_that_no_layer_has_are_refused(group: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a multiple of 16 below 65536, or -1"):
+        read_quantization(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": group})
+
+
+def test_an_order_that_was_not_set_is_none(tmp_path: Path) -> None:
+    """compressed-tensors leaves -1 in a layer that was never calibrated."""
+    config, write = FORMATS["packed"]
+    layer = WEIGHT.removesuffix(".weight")
+    tensors, values = write(layer, torch.randn(ROWS, INPUTS) * 0.1)
+    tensors[f"{layer}.weight_g_idx"] = torch.full((INPUTS,), -1, dtype=torch.int32)
+    (found,) = read(tmp_path, tensors, config, ALL)
+    assert isinstance(found, QuantizedWeight)
+    assert torch.equal(dense(found), values)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq"])
+@pytest.mark.parametrize("stored", [{}, {"torch_dtype": "float32"}, {"dtype": "float16"}])
+def test_quantized_weights_are_bfloat16_whatever_dtype_is_named(
+    method: str, stored: dict[str, str], tmp_path: Path
+) -> None:
+    """The official gpt-oss names none."""
+    config = json.loads((Path(resolve_model_path("demo")) / "config.json").read_text())
+    config = {key: value for key, value in config.items() if "dtype" not in key}
+    quantization = {"quant_method": method, "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **stored, "quantization_config": quantization}))
+    assert load_model_config(tmp_path).dtype == "bfloat16"
+
+
+def test_the_memory_of_a_checkpoint(tmp_path: Path) -> None:
+    """What its weights take once they are loaded, not in its files."""
+    shape = {"model_type": "llama", "hidden_size": 64, "vocab_size": 100, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "tie_word_embeddings": True}
+    save_file({"embed": torch.zeros(100, 64), "layer": torch.zeros(256, 64)}, tmp_path / "model.safetensors")
+
+    def taken(dtype: torch.dtype, quantization: Any = None, bits: int = 0, keeps_quantized: bool = True) -> int:
+        config = {**shape, "quantization_config": quantization} if quantization else shape
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return loaded_bytes(load_model_config(tmp_path), dtype, keeps_quantized, bits)
+
+    embed, layer = 6400, 256 * 64
+    assert taken(torch.float32) == 4 * (embed + layer)
+    assert taken(torch.bfloat16) == 2 * (embed + layer)
+    assert taken(torch.bfloat16, bits=4) == 2 * embed + layer * 9 // 16
+    assert taken(torch.bfloat16, bits=8) == 2 * embed + layer * 17 // 16
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    assert taken(torch.bfloat16, gptq) == 2 * (embed + layer)
+    assert taken(torch.bfloat16, gptq, keeps_quantized=False) == 8 * (embed + layer)
+    assert taken(torch.float32, gptq, keeps_quantized=False) == 32 * (embed + layer)
+    assert taken(torch.bfloat16, gptq | {"desc_act": True}) == 8 * (embed + layer)
+    assert taken(torch.bfloat16, gptq | {"desc_act": True, "static_groups": True}) == 2 * (embed + layer)
 
 
 def test_targets_name_the_layers_whose_inputs_are_quantized(tmp_path: Path) -> None:

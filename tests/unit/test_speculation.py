@@ -198,7 +198,7 @@ def test_an_eagle3_head_is_recognised_in_both_layouts(tmp_path: Path) -> None:
         ({"target_hidden_size": 512}, "target_hidden_size 512 and the target model 256"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 1"),
         ({"model_type": "qwen3"}, "'qwen3'"),
-        ({"draft_vocab_size": 5000}, "draft_vocab_size must be 1 to vocab_size=4096, got 5000"),
+        ({"draft_vocab_size": 5000}, "draft_vocab_size must be 1 to 4096, got 5000"),
         ({"draft_vocab_size": "all"}, "draft_vocab_size"),
         ({"norm_before_fc": True}, "norm_before_fc, which is not supported"),
         ({LAYER_IDS: [1, 3, 7]}, f"{LAYER_IDS} .*from 0 to 6"),

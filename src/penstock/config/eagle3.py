@@ -63,9 +63,7 @@ def load_eagle3_config(path: Path, target: ModelConfig) -> Eagle3Config:
             raise ConfigError(f"{file} has {name} {its!r} and the target model {wanted}: the head is another model's")
     draft_vocab_size = raw.get("draft_vocab_size") or shape.vocab_size
     if not isinstance(draft_vocab_size, int) or not 1 <= draft_vocab_size <= shape.vocab_size:
-        raise ConfigError(
-            f"{file}: draft_vocab_size must be 1 to vocab_size={shape.vocab_size}, got {draft_vocab_size!r}"
-        )
+        raise ConfigError(f"{file}: draft_vocab_size must be 1 to {shape.vocab_size}, got {draft_vocab_size!r}")
     return Eagle3Config(
         shape=replace(shape, max_position_embeddings=target.max_position_embeddings),
         aux_layers=_parse_layer_ids(file, raw, target.num_hidden_layers),

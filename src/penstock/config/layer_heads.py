@@ -48,18 +48,14 @@ def read_full_heads(raw: Mapping[str, Any], layer_types: tuple[str, ...], others
         fields = given.get(str(layer), {})
         unknown = sorted(fields.keys() - {"head_dim", "num_key_value_heads"})
         if unknown:
-            raise ConfigError(
-                f"per_layer_config of layer {layer} has {', '.join(unknown)}, which Penstock does not read"
-            )
+            raise ConfigError(f"per_layer_config of layer {layer} has {', '.join(unknown)}, which are not served")
         heads = KVHeads(
             read_count(fields, "num_key_value_heads", others.count), read_count(fields, "head_dim", others.size)
         )
         by_kind.setdefault(kind, set()).add(heads)
     for kind, found in by_kind.items():
         if len(found) > 1 or (kind != FULL and found != {others}):
-            raise ConfigError(
-                f"per_layer_config gives layers of the kind {kind} different heads, which is not supported"
-            )
+            raise ConfigError(f"per_layer_config gives layers of the kind {kind} different heads: use another model")
     (full,) = by_kind.get(FULL, {others})
     num_heads = read_count(raw, "num_attention_heads")
     if num_heads % full.count:

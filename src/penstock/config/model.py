@@ -162,7 +162,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
     """Returns the contents of `path/config.json`. Raises ConfigError if there is no such file or it is not JSON."""
     raw = read_json(path / "config.json")
     if raw is None:
-        raise ConfigError(f"{path} holds no config.json: pass a folder with a Hugging Face checkpoint as `model`")
+        ways = "one of its *.gguf files" if any(path.glob("*.gguf")) else "a folder with a Hugging Face checkpoint"
+        raise ConfigError(f"{path} holds no config.json: pass {ways} as `model`")
     return raw
 
 
@@ -292,13 +293,14 @@ def _check_heads(path: Path, sizes: Sequence[int], rotary_factor: float) -> None
 
 
 def _stored_dtype(raw: Mapping[str, Any], quantization: QuantizationConfig | None) -> str:
-    """Returns the checkpoint's dtype; that of quantized weights is bfloat16, though GPTQ and AWQ name float16.
+    """Returns the checkpoint's dtype; that of quantized weights is bfloat16, though GPTQ and AWQ name float16 and
+    gpt-oss names none.
 
     A GGUF file has been asked what its numbers are.
     """
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     is_rounded = quantization is not None and quantization.method != GGUF
-    return "bfloat16" if is_rounded and stored in ("float16", "half") else stored
+    return "bfloat16" if is_rounded else stored
 
 
 def _resolve_dtype(asked: str, stored: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-_MAX_PATTERN, _MAX_NAME = 512, 512
+_LONGEST = 512
 _MOST_WAYS = 1 << 22  # about 0.2 seconds
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\(\?|[()|*+?{]|.", re.DOTALL)
 
@@ -19,10 +19,8 @@ def ends_with_match(pattern: str, name: str) -> bool:
 
     Raises ValueError, with a reason, for an invalid pattern and for one that could take long.
     """
-    if len(pattern) > _MAX_PATTERN or len(name) > _MAX_NAME:
-        raise ValueError(
-            f"patterns of at most {_MAX_PATTERN} characters are matched, with names of at most {_MAX_NAME}"
-        )
+    if max(len(pattern), len(name)) > _LONGEST:
+        raise ValueError(f"patterns and names of at most {_LONGEST} characters are matched")
     if _num_ways(pattern, len(name)) > _MOST_WAYS:
         raise ValueError("it has so many repetitions and alternatives that matching could take very long")
     try:

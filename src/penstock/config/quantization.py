@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.config.name_patterns import ends_with_match
 from penstock.utils.errors import ConfigError
 
 FP8, COMPRESSED, GPTQ, AWQ, MXFP4 = "fp8", "compressed-tensors", "gptq", "awq", "mxfp4"
@@ -38,6 +39,7 @@ class QuantizationConfig:
     group: int = 0
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
+    is_reordered: bool = False  # inputs of a group may not be neighbours (act-order), whose layers take 16-bit values
     rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
     formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
 
@@ -119,11 +121,9 @@ class _Reader:
     def group(self, name: str = "group_size") -> int:
         """Returns a number of inputs, 0 for all (-1)."""
         value = self.fields.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and (value < 16 or value % 16)):
-            raise ConfigError(
-                f"{self.path}: {self.prefix}.{name} is {value!r}: it must be a multiple of 16, or -1 for one scale per "
-                "row"
-            )
+        if type(value) is not int or (value != -1 and value not in range(16, 1 << 16, 16)):
+            needed = "a multiple of 16 below 65536, or -1 for one scale per row"
+            raise ConfigError(f"{self.path}: {self.prefix}.{name} is {value!r}: it must be {needed}")
         return max(0, value)
 
 
@@ -146,7 +146,9 @@ def _read_gptq(reader: _Reader) -> QuantizationConfig:
     reader.check("pack_dtype", (None, "int32"))
     # Marlin and others rearrange what is stored.
     stored = reader.check("checkpoint_format", (None, "gptq", "gptq_v2"))
-    return QuantizationConfig(GPTQ, bits, reader.group(), counts_zeros_from_one=stored != "gptq_v2")
+    found = QuantizationConfig(GPTQ, bits, reader.group(), counts_zeros_from_one=stored != "gptq_v2")
+    is_reordered = bool(reader.fields.get("desc_act")) and not reader.fields.get("static_groups") and found.group > 0
+    return replace(found, is_reordered=is_reordered)
 
 
 def _read_awq(reader: _Reader) -> QuantizationConfig:
@@ -176,7 +178,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         if any(options.fields.get(key) not in (None, "dense", {}, []) for key in ("format", "config_groups")):
             raise ConfigError(f"{reader.path}: {options.prefix} is not supported: use another checkpoint")
     groups, rounds_inputs = reader / "config_groups", list[str]()
-    sizes, blocks, all_bits = set[int](), set[tuple[int, int] | None](), {8}
+    sizes, blocks, all_bits, orders = set[int](), set[tuple[int, int] | None](), {8}, list[object]()
     for name in groups.fields:
         group = groups / name
         weights, inputs = group / "weights", group / "input_activations"
@@ -188,6 +190,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         kind = weights.check("type", ("int", "float"), "int")
         all_bits.add(weights.check("num_bits", _BITS if kind == "int" else (8,), 8))
         strategy = weights.check("strategy", ("group", "channel", "tensor", *(("block",) if kind == "float" else ())))
+        orders.append(weights.fields.get("actorder"))
         if strategy == "group":
             sizes.add(weights.group())
         blocks.add(_read_block(weights, "block_structure") if strategy == "block" else None)
@@ -205,6 +208,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         bits=min(all_bits),
         group=sizes.pop() if len(sizes) == 1 else 0,
         block=next(iter(blocks - {None}), None),
+        is_reordered="group" in orders,
         rounds_inputs=tuple(rounds_inputs),
     )
 
@@ -212,9 +216,9 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
 def _check_patterns(reader: _Reader, targets: Sequence[str]) -> Sequence[str]:
     for target in targets:
         try:
-            re.compile(target.removeprefix("re:"))
-        except re.error as error:
-            raise ConfigError(f"{reader.path}: the target {target!r} is not a regular expression: {error}") from None
+            ends_with_match(target.removeprefix("re:"), "a layer's name, of usual length: " * 2)
+        except ValueError as error:
+            raise ConfigError(f"{reader.path}: the target {target!r} cannot be matched: {error}") from None
     return targets
 
 

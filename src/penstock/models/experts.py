@@ -141,10 +141,7 @@ class Experts:
 
 
 def experts_beside_mlp(
-    config: ModelConfig,
-    weights: Weights,
-    layer: int,
-    mlp: Callable[[ModelConfig, Weights, int], FeedForward],
+    config: ModelConfig, weights: Weights, layer: int, mlp: Callable[[ModelConfig, Weights, int], FeedForward]
 ) -> FeedForward:
     """The MLP of a layer, and experts beside it if the model has such. The input is the stream itself."""
     dense = mlp(config, weights, layer)
@@ -425,11 +422,7 @@ def _format(weight: LayerWeight) -> PackedFormat | None:
 
 
 def _make_grouped(
-    shape: ExpertsShape,
-    weights: Weights,
-    has_biases: bool,
-    allocate: Callable[[int], torch.Tensor],
-    formats: Formats,
+    shape: ExpertsShape, weights: Weights, has_biases: bool, allocate: Callable[[int], torch.Tensor], formats: Formats
 ) -> GroupedExperts:
     if has_gpu_kernels(weights.device):
         # Imported here: a CPU needs no Triton.

@@ -35,9 +35,7 @@ def check_alike(of_layer: str, weights: Weights, first: ExpertKinds, others: Ite
             if moves:
                 reason = "enable_eplb moves experts of one kind alone: leave it out, or"
             elif any(isinstance(each, QuantizedWeight) and each.quantizes_inputs for each in (one, other)):
-                reason = (
-                    "if inputs are quantized, experts must be alike: leave quantize_activations out if it is set, or"
-                )
+                reason = "if inputs are quantized, experts must be alike: leave quantize_activations out, or"
             else:
                 continue
             raise ConfigError(

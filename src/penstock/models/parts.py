@@ -69,12 +69,7 @@ class GroupedQueryAttention:
     """Query heads that share heads of keys and values in groups (Ainslie et al. 2023, arXiv:2305.13245)."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        layer: int,
-        rotary: torch.Tensor,
-        variant: AttentionVariant = PLAIN,
+        self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor, variant: AttentionVariant = PLAIN
     ) -> None:
         hidden, eps, num_heads = config.hidden_size, config.rms_norm_eps, config.num_attention_heads
         num_kv_heads, size = config.layer_heads(layer).count, config.layer_heads(layer).size

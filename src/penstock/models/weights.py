@@ -37,6 +37,8 @@ from penstock.parallel.topology import Share
 from penstock.utils.digest import digest_rows
 from penstock.utils.errors import ConfigError
 
+_MOST_RUNS = 8  # of rows of one kind, of which a layer is made that has several
+
 Delivery = Callable[[Iterable[torch.Tensor], Sequence[int], torch.dtype, torch.device], torch.Tensor]
 """Converts stored tensors to the model's: concatenated along their first dimension, with this total shape."""
 
@@ -79,6 +81,14 @@ def _join_alike(parts: Iterable[LayerWeight]) -> Iterator[LayerWeight]:
             run = []
         run.append(part)
     yield _cat(run)
+
+
+def _runs_in_order(parts: Sequence[LayerWeight], order: torch.Tensor) -> Sequence[LayerWeight]:
+    """Returns the rows of all parts in another order, as parts that each have rows of one of them."""
+    ends = torch.tensor([part.shape[0] for part in parts]).cumsum(0)
+    numbers, counts = torch.bucketize(order, ends, right=True).unique_consecutive(return_counts=True)
+    runs = zip(numbers.tolist(), order.split(counts.tolist()), strict=True)
+    return [reordered(parts[number], run - (ends[number] - parts[number].shape[0])) for number, run in runs]
 
 
 def are_alike(one: LayerWeight, other: LayerWeight) -> bool:
@@ -275,7 +285,8 @@ class Weights:
         found = list(_join_alike(parts))
         bits = self.load_quantization.layers
         if len(found) > 1 or not isinstance(found[0], QuantizedWeight):
-            if not bits or len(shape) == 1:
+            # What is stored in several ways is not rounded again.
+            if not bits or len(shape) == 1 or any(isinstance(part, QuantizedWeight) for part in found):
                 return self._delivered(found, shape)
             found = [
                 quantize_absmax(self.delivery(map(dense, found), shape, self.dtype, self.device), bits, LOADED_GROUP)
@@ -331,25 +342,20 @@ class Weights:
         return layer
 
     def _read_linear(
-        self,
-        name: str,
-        pieces: Sequence[_Piece],
-        width: int,
-        bias: bool,
-        is_wide: bool,
-        order: torch.Tensor | None,
+        self, name: str, pieces: Sequence[_Piece], width: int, bias: bool, is_wide: bool, order: torch.Tensor | None
     ) -> Linear:
         biases = self._delivered(*self._read_rows(pieces, kind=".bias")) if bias else None
         parts, shape = self._read_rows(pieces, width, kind=".weight")
-        if order is None and keeps_quantized(self.dtype, self.device):
+        if order is not None and biases is not None:
+            biases = biases[order.to(biases.device)]
+        if keeps_quantized(self.dtype, self.device):
             parts = list(_join_alike(parts))
             if len(parts) > 1 and any(isinstance(part, QuantizedWeight) for part in parts):
-                return self._linear_of_parts(name, parts, biases, is_wide)
+                in_order = parts if order is None else _runs_in_order(parts, order)
+                if len(in_order) <= _MOST_RUNS:
+                    return self._linear_of_parts(name, in_order, biases, is_wide)
         weight = self._joined(parts, shape)
-        if order is not None:
-            weight = reordered(weight, order)
-            biases = None if biases is None else biases[order.to(biases.device)]
-        return self.linear_of(name, weight, biases, is_wide)
+        return self.linear_of(name, weight if order is None else reordered(weight, order), biases, is_wide)
 
     def _linear_of_parts(
         self, name: str, parts: Sequence[LayerWeight], biases: torch.Tensor | None, is_wide: bool

@@ -44,7 +44,7 @@ def load_model(
     is_read = config.load_format != "dummy" and parts.has_memory
     if is_read:
         dtype = TORCH_DTYPES[config.model.dtype]
-        num_bytes = loaded_bytes(config.model, dtype, keeps_quantized(dtype, device))
+        num_bytes = loaded_bytes(config.model, dtype, keeps_quantized(dtype, device), config.load_quantization.layers)
         # Engines that share experts have the other layers several times, which are small in comparison.
         num_ranks = config.parallel.num_ranks * config.parallel.num_joint_engines
         needed, available = num_bytes // num_ranks, memory.available()

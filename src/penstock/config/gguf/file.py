@@ -55,6 +55,8 @@ BLOCK_TYPES = {
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
+_UNREAD = ["Q2_K", "Q3_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "IQ1_M"]
+_NAMES = dict(zip((10, 11, *range(16, 24), 29), _UNREAD, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +169,9 @@ class GGUFFile:
     def _locate(self, name: str, kind: int, shape: tuple[int, ...], start: int) -> StoredTensor:
         block = BLOCK_TYPES.get(kind)
         if block is None:
-            known = ", ".join(each.name for each in BLOCK_TYPES.values())
+            named, known = _NAMES.get(kind, kind), ", ".join(each.name for each in BLOCK_TYPES.values())
             raise ConfigError(
-                f"{self.path}: tensor {name!r} has ggml's type {kind}, and Penstock reads {known}: use another file"
+                f"{self.path}: tensor {name!r} has ggml's type {named}, and Penstock reads {known}: use another file"
             )
         if shape[-1] % block.values or 0 in shape:
             raise ConfigError(

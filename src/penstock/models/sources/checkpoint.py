@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.utils.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")
+_SIZES = {"I64": 8, "I32": 4, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1}
 # Those that torch has; readers of quantized weights know more of them.
 TYPES = (*PLAIN_TYPES, "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8")
 
@@ -62,9 +64,15 @@ class CheckpointSource:
         self._open_files.clear()
 
 
-def checkpoint_bytes(folder: Path) -> int:
-    """Returns the size of a folder's safetensors files in bytes."""
-    return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
+def checkpoint_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Returns the bytes of the tensors in a folder's safetensors files, with floats of 16 to 64 bits in `dtype`."""
+    total = 0
+    for file in set(_locate(folder).values()):
+        opened = _open(folder / file)
+        for name in opened.keys():  # noqa: SIM118
+            stored = opened.get_slice(name)
+            total += math.prod(stored.get_shape()) * _SIZES.get(stored.get_dtype(), dtype.itemsize)
+    return total
 
 
 def _locate(folder: Path) -> dict[str, str]:

@@ -35,12 +35,18 @@ def open_weights(
     return source if quantization is None else QuantizedSource(source, quantization)
 
 
-def loaded_bytes(model: ModelConfig, dtype: torch.dtype, keeps_quantized: bool) -> int:
+def loaded_bytes(model: ModelConfig, dtype: torch.dtype, keeps_quantized: bool, bits: int = 0) -> int:
     """Returns the memory that a checkpoint's weights take: in their formats if layers compute with these, else in
-    `dtype`.
+    `dtype`. Those that are in none are rounded to `bits` on loading, unless that is 0.
     """
     file = unpacked_file(model.path)
     if file is not None:
         return bytes_in_memory(open_gguf(file), dtype, keeps_quantized)
-    num_bytes = checkpoint_bytes(model.path)
-    return num_bytes if model.quantization is None or keeps_quantized else num_bytes * model.quantization.expansion
+    num_bytes, quantization = checkpoint_bytes(model.path, dtype), model.quantization
+    if quantization is not None:
+        is_expanded = not keeps_quantized or quantization.is_reordered
+        return num_bytes * quantization.expansion * dtype.itemsize // 2 if is_expanded else num_bytes
+    vectors = model.vocab_size * model.hidden_size * dtype.itemsize * (1 if model.tie_word_embeddings else 2)
+    # With groups of 32, a scale adds half a bit to a weight.
+    rounded = max(0, num_bytes - vectors) * (2 * bits + 1) // (dtype.itemsize * 16) if bits and keeps_quantized else 0
+    return vectors + rounded if rounded else num_bytes

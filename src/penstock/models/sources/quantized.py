@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.config.quantization import AWQ, QuantizationConfig
+from penstock.config.quantization import AWQ, COMPRESSED, QuantizationConfig
 from penstock.kernels.quantized import E2M1, E4M3, QuantizedWeight, integers, signed_integers
 from penstock.models.sources.source import ALL, Part, WeightSource
 from penstock.utils.errors import ConfigError
@@ -147,7 +147,9 @@ class QuantizedSource:
         of_inputs = torch.arange(inputs) // group
         if self._source.has(order):
             stored = self._source.read(order, (inputs,)).long()
-            if not torch.equal(stored, of_inputs):
+            # compressed-tensors leaves -1 where it has not set an order.
+            is_unset = self._config.method == COMPRESSED and bool((stored == -1).any())
+            if not is_unset and not torch.equal(stored, of_inputs):
                 if int(stored.min()) < 0 or int(stored.max()) >= groups:
                     raise ValueError(f"{order} names groups that are none of its {groups}")
                 shifted = codes.float() - (middle if zeros is None else zeros.float()[:, stored])
