@@ -387,7 +387,7 @@ def break_tokenizer(folder: Path) -> None:
 
 def break_vocabulary(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 4096, "content": "<more>"})
+    tokenizer["model"]["vocab"]["<more>"] = 4096
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import tokenizers
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.frontend.detokenizer import Detokenizer
+from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.messages.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -44,6 +47,22 @@ def test_only_whole_characters_are_shown(tokenizer: Tokenizer, text: str) -> Non
     assert final == text
     assert_grows(shown, final)
     assert all("\ufffd" not in each for each in shown)
+
+
+def test_added_tokens_that_the_model_lacks_are_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Gemma 3's text models have one more token in the file than in their vocabulary, for images."""
+    stored = json.loads(tokenizer.backend.to_str())
+    size, eos = tokenizer.backend.get_vocab_size(), tokenizer.eos_token_id
+    stored["added_tokens"].append({**stored["added_tokens"][0], "id": size, "content": "<image>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    found = Tokenizer(tmp_path, size)
+    assert found.backend.get_vocab_size() == size
+    assert "<image>" not in found.added_tokens
+    token_ids = found.encode("an <image>")
+    assert max(token_ids) < size
+    assert found.decode(token_ids) == "an <image>"
+    assert eos is not None
+    LLGuidanceBackend(found.backend.to_str(), size, [eos])
 
 
 def test_an_incomplete_character_at_the_end_is_dropped(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,9 +70,8 @@ class Tokenizer:
         self.backend.no_padding()
         self.max_tokens = max_tokens
         self._bound = find_text_bound(self.backend)
-        size = self.backend.get_vocab_size(with_added_tokens=True)
-        if size > vocab_size:
-            raise ConfigError(f"{file} has {size} tokens and the model only {vocab_size}: they do not belong together")
+        if self.backend.get_vocab_size(with_added_tokens=True) > vocab_size:
+            self.backend = _limited(self.backend, vocab_size, file)
         config = read_json(folder / "tokenizer_config.json") or {}
         self._chat_template = ChatTemplate.load(folder, config)
         eos = _special_token(config, "eos_token")
@@ -85,8 +85,7 @@ class Tokenizer:
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
         """The spelling of each special token, by its id."""
-        added = self.backend.get_added_tokens_decoder()
-        return {token_id: token.content for token_id, token in added.items() if token.special}
+        return {token.id: content for content, token in self.added_tokens.items() if token.is_special}
 
     @property
     def chat_template_source(self) -> str | None:
@@ -122,11 +121,10 @@ class Tokenizer:
         if truncation is not None:
             num_others = len(pair[0].ids) + self.backend.num_special_tokens_to_add(is_pair=True) + len(self._ending)
             if num_others >= truncation.max_tokens:
-                raise RequestError(
-                    f"the first text and the special tokens are {num_others} tokens: {truncation.max_tokens} leave no "
-                    "room for the second text",
-                    "truncate_prompt_tokens",
+                found = (
+                    f"the first text and the special tokens are {num_others} tokens: {truncation.max_tokens} leave no"
                 )
+                raise RequestError(f"{found} room for the second text", "truncate_prompt_tokens")
             pair[1].truncate(truncation.max_tokens - num_others, direction="right")
         whole = self.backend.post_process(*pair, add_special_tokens=True)
         if len(first) + len(second) >= LARGE_CHARACTERS:
@@ -165,12 +163,8 @@ class Tokenizer:
         # Smaller texts are always tokenized, so that the error states the number of tokens.
         if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self.max_tokens:
             return
-        raise RequestError(
-            f"the text has {len(text)} characters, which are at least {num_tokens} tokens; "
-            f"max_model_len={self.max_tokens}",
-            "prompt",
-            "context_length_exceeded",
-        )
+        found = f"the text has {len(text)} characters, which are at least {num_tokens} tokens"
+        raise RequestError(f"{found}; max_model_len={self.max_tokens}", "prompt", "context_length_exceeded")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -200,6 +194,18 @@ class Tokenizer:
         """Returns a conversation's tokens. Raises RequestError if there is no template or it refuses the messages."""
         # The template includes the special tokens.
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def _limited(backend: tokenizers.Tokenizer, vocab_size: int, file: Path) -> tokenizers.Tokenizer:
+    """Returns the tokenizer without the added tokens that the model lacks: files of Gemma 3's text models have the one
+    that stands for images. Raises ConfigError if it has more tokens even so.
+    """
+    stored = json.loads(backend.to_str())
+    kept = [token for token in stored["added_tokens"] if token["id"] < vocab_size]
+    limited = tokenizers.Tokenizer.from_str(json.dumps({**stored, "added_tokens": kept}))
+    if (size := limited.get_vocab_size(with_added_tokens=True)) > vocab_size:
+        raise ConfigError(f"{file} has {size} tokens and the model only {vocab_size}: they do not belong together")
+    return limited
 
 
 def _byte_characters() -> dict[str, int]:
