@@ -181,8 +181,8 @@ class KVCacheManager:
         return Checkpoints(self._checkpoint_blocks, frozenset(end - 1 for end in ends))
 
     def count_hit(self, request: Request, hit: PrefixHit) -> None:
-        """Records in the statistics that a request enters the runner with this hit."""
-        if self._enable_prefix_caching:
+        """Records in the statistics that a request enters the runner with this hit, if it does for the first time."""
+        if self._enable_prefix_caching and request.admission == 0:
             self.num_hit_tokens += hit.num_tokens
             self.num_queried_tokens += request.num_tokens
 
