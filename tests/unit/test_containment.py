@@ -36,7 +36,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.child_process import Channel
-from penstock.utils.errors import RequestFailedError
+from penstock.utils.errors import OverloadedError, RequestError, RequestFailedError
 from penstock.utils.hosts import free_port
 from penstock.utils.wire import FrameReader
 
@@ -157,6 +157,18 @@ def test_a_request_on_which_adding_fails_is_refused(error: Exception, caplog: py
     assert caplog.records[-1].exc_info, "the log has no traceback"
     check_alive(core, outputs_of(core))
     assert not any(each.known for each in (connector, *others))
+
+
+@pytest.mark.parametrize("where", ["get_num_new_matched_tokens", "update_state_after_alloc"])
+@pytest.mark.parametrize("error", [RequestError("no such pool", "kv_transfer_params"), OverloadedError("try again")])
+def test_a_connector_may_refuse_a_request_when_it_is_matched(where: str, error: Exception) -> None:
+    core = make_core(BrokenConnector(where, error, Match(8, is_async=True)))
+    core.add_request(make_request("before"))
+    core.add_request(make_request(POISON, 7000))
+    ended = outputs_of(core)
+    (failed,) = ended[POISON]
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, str(error))
+    check_alive(core, ended)
 
 
 MATCHES = {"sync": Match(8), "async": Match(8, is_async=True)}

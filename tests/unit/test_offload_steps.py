@@ -21,6 +21,7 @@ from penstock.kv_transfer.view import DONE, Parts, Place, Take, Transfer
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import TransferReport, TransferStatus
+from penstock.utils.clock import ManualClock
 from penstock.utils.digest import DIGEST_BYTES
 from tests.unit.offload_fakes import make_key
 from tests.unit.transfer_names import named
@@ -79,6 +80,29 @@ def test_a_long_load_takes_several_steps() -> None:
     assert [report.transfer_id for report in run_step(worker)] == [named("one"), named("two")]
     assert view.written[4:] == [(0, 5), (0, 50)], "loads stay in order, and share a step's bytes"
     assert run_step(worker) == []
+
+
+def test_a_long_step_lets_the_next_one_load_more() -> None:
+    """An eighth of its time, so that a load ends before its deadline however long steps are; a pause does not count."""
+    view, clock = CountingView(3 * MIB), ManualClock()
+    worker = make_worker(view, 3 * MIB)
+    worker._clock = clock
+
+    def step(seconds: float, *loads: OffloadLoad) -> int:
+        before = len(view.written)
+        worker.begin_step(OffloadMetadata((), loads))
+        worker.start_load_kv()
+        clock.advance(seconds)
+        worker.get_finished(frozenset())
+        worker.end_step()
+        return len(view.written) - before
+
+    assert step(0.06, make_load("one", 12)) == 2
+    clock.advance(100)
+    assert step(0.001) == 10, "30 MiB at 512 MiB/s"
+    assert step(0.02, make_load("two", 12)) == 2
+    assert step(0.0) == 3, "10 MiB"
+    assert step(0.0) == 2
 
 
 def test_a_bad_block_of_any_step_is_reported_at_the_end() -> None:

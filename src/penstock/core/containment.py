@@ -12,16 +12,16 @@ logger = get_logger(__name__)
 
 
 @contextmanager
-def contained(request_id: str) -> Generator[None]:
+def contained(request_id: str, may_refuse: bool = True) -> Generator[None]:
     """Raises RequestFailedError in place of an unexpected exception, which it logs with its traceback.
 
     Only for code that leaves the scheduler's state consistent when it raises. The message, which clients see, has no
-    details.
+    details; but with `may_refuse` false it is that of a RequestError or OverloadedError, which else passes.
     """
     try:
         yield
-    except (RequestError, OverloadedError):
-        raise
+    except (RequestError, OverloadedError) as error:
+        raise error if may_refuse else RequestFailedError(str(error)) from None
     except Exception as error:
         logger.exception("request %s has failed, and the engine continues", request_id)
         raise RequestFailedError("the engine failed on this request; its log says why") from error

@@ -156,7 +156,7 @@ class RemoteKV:
             return NO_MATCH
         if self._is_quarantine_full or self._is_someone_starving:
             return NO_MATCH
-        with contained(request.request_id):
+        with contained(request.request_id, may_refuse=False):
             match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
         if match.is_pending:
             since = self._asked_since.setdefault(request.request_id, self._clock.now())
@@ -241,7 +241,7 @@ class RemoteKV:
             request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
             self._kv.pin(transfer_id, block_ids, load.first, load.end, writes=True)
         try:
-            with contained(request.request_id):
+            with contained(request.request_id, may_refuse=False):
                 self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
         except RequestFailedError:
             self._revoke(transfer_id, load, len(block_ids))

@@ -24,11 +24,14 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
+from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.digest import DIGEST_BYTES
 
-# If the host itself copies and digests a load, other requests wait meanwhile: this many bytes take some milliseconds,
-# and the rest continues in the following steps.
+# If the host itself copies and digests a load, other requests wait meanwhile. This many bytes take some milliseconds; a
+# step may copy as many as about an eighth of the time of the one before it allows, if they are more. The rest continues
+# in the following steps.
 _LOAD_BYTES_PER_STEP = 8 << 20
+_LOAD_BYTES_PER_SECOND = 512 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +65,8 @@ class OffloadingWorker(NullWorkerConnector):
         self._block_size = chunks.block_size
         self._jobs: list[_Job] = []
         self._new_loads: tuple[OffloadLoad, ...] = ()
+        self._clock: Clock = SystemClock()
+        self._began = self._seconds = 0.0
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
@@ -74,12 +79,13 @@ class OffloadingWorker(NullWorkerConnector):
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, OffloadMetadata), metadata
+        self._began = self._clock.now()
         self._new_loads = metadata.loads
         self._jobs += map(self._store, metadata.stores)
 
     def start_load_kv(self) -> None:
         self._jobs += map(self._load, self._new_loads)
-        room = self._bytes_per_step
+        room = max(self._bytes_per_step, int(self._seconds * _LOAD_BYTES_PER_SECOND))
         for job in self._jobs:
             room = self._copy(job, room)
 
@@ -92,6 +98,7 @@ class OffloadingWorker(NullWorkerConnector):
 
     def end_step(self) -> None:
         self._new_loads = ()
+        self._seconds = self._clock.now() - self._began
 
     def shutdown(self) -> None:
         for job in self._jobs:

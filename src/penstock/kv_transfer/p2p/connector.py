@@ -124,10 +124,7 @@ class P2PConnector:
         exchange = Exchange(settings, channel, producer, consumer, clock)
         # Memory that a transport can reach is that of a CPU, where a forward pass has ended when it returns.
         return P2PScheduler(
-            settings,
-            context.cache.block_size,
-            exchange,
-            digests_next_step=bool(context.cache.attached),
+            settings, context.cache.block_size, exchange, digests_next_step=bool(context.cache.attached)
         )
 
     @staticmethod

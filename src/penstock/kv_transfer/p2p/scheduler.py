@@ -46,12 +46,7 @@ class P2PScheduler(NullSchedulerConnector):
     """
 
     def __init__(
-        self,
-        settings: P2PSettings,
-        block_size: int,
-        exchange: Exchange,
-        *,
-        digests_next_step: bool = False,
+        self, settings: P2PSettings, block_size: int, exchange: Exchange, *, digests_next_step: bool = False
     ) -> None:
         self._settings = settings
         self._block_size = block_size
