@@ -123,15 +123,16 @@ struct GroupSums {
     using Wide = Fma<BFloat>;
     static constexpr int64_t kStepBytes = 128;
     static constexpr int64_t kFewRows = 4;  // which take codes from registers
+    // kAhead: bytes by which weights are prefetched for one row; 0: by a panel, as for more rows.
     static constexpr int kVectors = kPanel / kLanes, kUnits = kGroup / kUnit;
 #if defined(__AMX_INT8__)
-    static constexpr int64_t kRows = 32;
+    static constexpr int64_t kRows = 32, kAhead = 8192;
     static constexpr bool kWholeBlocks = true;
     struct Session : BFloatKernel::Session {
         explicit Session(int64_t rows) : BFloatKernel::Session(rows, kGroup) {}
     };
 #else
-    static constexpr int64_t kRows = kFewRows;
+    static constexpr int64_t kRows = kFewRows, kAhead = 0;
     static constexpr bool kWholeBlocks = false;
     struct Session {
         explicit Session(int64_t) {}
@@ -258,6 +259,9 @@ struct GroupSums {
         const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
         const InputGroup* inputs = reinterpret_cast<const InputGroup*>(tile.x + input_bytes(kCount, panel.k));
         panel.each_group(tile.weight, {0, panel.k}, [&](const GroupNumbers& header, const char* units, int64_t count) {
+            if (tile.prefetch.step)
+                for (const char* at = header.numbers; at < units; at += 64)
+                    __builtin_prefetch(at + tile.prefetch.step, 0, 2);
 #pragma GCC unroll 8
             for (int first = 0; first < kVectors; first += kTogether) {
                 Vector scales[kTogether], offsets[kTogether], sums[kCount][kTogether];
@@ -496,7 +500,7 @@ struct GroupSums {
         Tile<Element>& tile = *tiles;
         char* out = tile.out;
         tile.weight = weight;
-        tile.prefetch.step = follows ? panel.bytes() : 0;
+        tile.prefetch.step = kAhead && x.rows == 1 ? kAhead : follows ? panel.bytes() : 0;
         int64_t block = 0;
 #if defined(__AMX_INT8__)
         // The last block may have few rows.
