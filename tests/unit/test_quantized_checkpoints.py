@@ -296,7 +296,10 @@ def auto_rounded(**changes: Any) -> dict[str, Any]:
         (compressed(weights={"type": "float"}), "weights.num_bits is 4, and Penstock reads 8"),
         (compressed(group={"weights": None}), "group_0.weights is missing"),
         (compressed(group={"targets": "Linear"}), "targets must be a list"),
-        (compressed(group={"input_activations": {"num_bits": 8}}), "weights.num_bits is 4, and Penstock reads 8"),
+        (
+            compressed(group={"input_activations": {"num_bits": 8}}),
+            "group_0.input_activations beside 4-bit weights: inputs are rounded for weights of 8 bits only",
+        ),
         (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config is not supported"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not supported"),
     ],

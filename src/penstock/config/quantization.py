@@ -195,7 +195,9 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
             sizes.add(weights.group())
         blocks.add(_read_block(weights, "block_structure") if strategy == "block" else None)
         if kind == "int" and inputs.fields:
-            weights.check("num_bits", (8,), 8)
+            if weights.fields.get("num_bits", 8) != 8:
+                reason = "inputs are rounded for weights of 8 bits only: use another checkpoint"
+                raise ConfigError(f"{reader.path}: {inputs.prefix} beside {min(all_bits)}-bit weights: {reason}")
             weights.check("strategy", ("channel", "tensor"))
             for field, served in (("type", "int"), ("num_bits", 8), ("strategy", "token"), ("symmetric", True)):
                 inputs.check(field, (served,), {"type": "int", "num_bits": 8, "symmetric": True}.get(field))
