@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
+from penstock.config.engine import SchedulerConfig
 from penstock.config.lora import LoraConfig
 from penstock.core.adapter_slots import AdapterSlots
+from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.request import Request, RequestStatus
+from penstock.core.scheduler import Scheduler
+from penstock.core.structured_output import StructuredOutputs
 from penstock.messages.adapters import NO_SLOT, Adapter, AdapterLoad
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.structured_outputs import GrammarSpec
 
 ADAPTERS = {name: Adapter(name, name.encode() * 32, f"/{name}") for name in "abcd"}
 
@@ -125,3 +135,50 @@ def test_lost_slots_are_noticed() -> None:
     world.slots._free.clear()
     with pytest.raises(AssertionError, match="a slot is lost"):
         world.slots.check_integrity(world.requests)
+
+
+def test_a_request_that_cannot_run_yet_does_not_keep_a_running_adapter_from_others() -> None:
+    """Its grammar is being compiled, so that it waits for more than room for its adapter."""
+    compiled = threading.Event()
+
+    class Backend:
+        num_words = 1
+
+        def compile(self, spec: GrammarSpec) -> Any:
+            compiled.wait(60)
+
+    backend: Any = Backend()
+    cache = KVCacheConfig(24, 4, (KVCacheGroup(("layer.0",), KVCacheSpec.keys_and_values(1, 1, "float32")),))
+    config = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_model_len=20)
+    slots = AdapterSlots(LoraConfig(num_slots=1, max_running=1, max_rank=8))
+    kv = KVCacheManager(cache, enable_prefix_caching=False)
+    scheduler = Scheduler(config, kv, StructuredOutputs(backend), adapters=slots)
+
+    def add(name: str, adapter: str, grammar: GrammarSpec | None = None) -> None:
+        scheduler.add_request(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=(1, 2, 3),
+                sampling_params=SamplingParams(),
+                max_tokens=4,
+                seed=0,
+                adapter=ADAPTERS[adapter],
+                grammar=grammar,
+            )
+        )
+
+    def step() -> set[str]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        names = set(plan.num_scheduled_tokens)
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids=dict.fromkeys(names, (1,))))
+        return names
+
+    add("first", "a")
+    assert step() == {"first"}
+    add("compiling", "b", GrammarSpec("regex", "a"))
+    add("second", "a")
+    try:
+        assert step() == {"first", "second"}
+    finally:
+        compiled.set()

@@ -288,10 +288,12 @@ def test_a_request_that_has_begun_its_answer_continues_without_its_kv(output: tu
 
 
 class UndecidedConnector(NullSchedulerConnector):
-    """Never knows whether it has a prompt."""
+    """Does not know whether it has a prompt, until a test says so."""
+
+    answer = PENDING
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        return PENDING
+        return self.answer
 
 
 def test_a_request_whose_match_was_pending_for_too_long_does_not_ask_again() -> None:
@@ -304,6 +306,20 @@ def test_a_request_whose_match_was_pending_for_too_long_does_not_ask_again() -> 
         found.append(remote.match(request, kv.find_prefix(request)).is_pending)
         clock.advance(0.5)
     assert found == [True, True, False, False]
+
+
+def test_a_match_that_was_found_ends_the_wait_for_it() -> None:
+    """The request may have to wait for blocks, and the connector have lost the match again meanwhile."""
+    clock, kv, connector = ManualClock(), make_kv(10), UndecidedConnector()
+    remote = RemoteKV(KVTransfer(connector, load_timeout=1.0, clock=clock), kv)
+    request = Request(make_request("r", 0, 8), 0, kv.hashed_block_size)
+    found: list[Match] = []
+    for answer in (PENDING, Match(4), PENDING, PENDING):
+        connector.answer = answer
+        found.append(remote.match(request, kv.find_prefix(request)))
+        clock.advance(0.9 if answer == Match(4) else 0.5)
+    assert found == [PENDING, Match(4), PENDING, PENDING]
+    assert not remote.match(request, kv.find_prefix(request)).is_pending
 
 
 def test_a_request_that_reuses_an_id_has_a_deadline_of_its_own() -> None:

@@ -169,12 +169,10 @@ class RemoteKV:
         block_size = self._kv.block_size
         most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens
         num_tokens = min(match.num_tokens, most) // block_size * block_size
-        if num_tokens <= 0:
-            self._asked_since.pop(request.request_id, None)
-            return NO_MATCH
-        if match.is_async and self._waits_for_same_load(request, hit):
+        if num_tokens > 0 and match.is_async and self._waits_for_same_load(request, hit):
             return PENDING
-        return Match(num_tokens, match.is_async)
+        self._asked_since.pop(request.request_id, None)
+        return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
     def _waits_for_same_load(self, request: Request, hit: PrefixHit) -> bool:
         """Returns whether the request waits because the block after its hit is being loaded for another one.
