@@ -10,8 +10,11 @@ from collections import Counter
 
 import pytest
 
+from penstock.simulation.backing import Parts, Site
 from penstock.simulation.routing import RoutingSetup
 from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
+from penstock.simulation.tiers import OffloadBacking
+from penstock.utils.errors import ConfigError
 from tests.grids import exhaustive
 
 # Seeds per scenario here; `penstock simulate` runs as many as are requested.
@@ -138,6 +141,24 @@ def test_engines_with_a_connector_have_a_prefix_cache(name: str) -> None:
     for seed in range(50):
         setup = SCENARIOS[name].draw(random.Random(seed))
         assert isinstance(setup, RoutingSetup) or setup.backing == "none" or setup.prefix_caching
+
+
+def test_an_engine_that_cannot_start_again_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world is refused only as a whole: later its configuration is known to be right."""
+    attach, lives = OffloadBacking.attach, Counter[str]()
+
+    def refuse(self: OffloadBacking, site: Site) -> Parts:
+        lives[site.name] += 1
+        if lives[site.name] > 1:
+            raise ConfigError("it does not fit")
+        return attach(self, site)
+
+    monkeypatch.setattr(OffloadBacking, "attach", refuse)
+    found = [run_scenario("migrated_streams", seed) for seed in range(5)]
+    assert any(result.violation == "ConfigError: it does not fit" for result in found)
+    lives.update(dict.fromkeys(lives, 1))
+    result = run_scenario("migrated_streams", 0)
+    assert (result.violation, result.counters["refused"]) == ("", 1)
 
 
 @pytest.mark.spread(6)

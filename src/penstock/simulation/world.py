@@ -84,14 +84,14 @@ class World:
                 self._tick(tick)
                 tick += 1
             self._check_end()
-        except ConfigError:
-            self._count("refused")
         except ViolationError as violation:
             return self._result(tick, str(violation), violation.subjects)
-        except AssertionError as error:
-            return self._result(tick, f"an assertion failed: {error}", ())
         except Exception as error:  # noqa: BLE001 - the result says what it was
-            return self._result(tick, f"{type(error).__name__}: {error}", ())
+            # A world may be refused as a whole; an engine that has started can start again.
+            if not isinstance(error, ConfigError) or tick:
+                what = "an assertion failed" if isinstance(error, AssertionError) else type(error).__name__
+                return self._result(tick, f"{what}: {error}", ())
+            self._count("refused")
         return self._result(tick)
 
     def _is_over(self) -> bool:
