@@ -355,6 +355,16 @@ def test_patterns_that_could_take_long_are_refused(tmp_path: Path) -> None:
     text = json.dumps(FORMATS["int8 with int8 inputs"][0])
     with pytest.raises(ConfigError, match="a repeated group can take exponentially long"):
         read_quantization(tmp_path, json.loads(text.replace('["Linear"]', '["re:(a+)+$"]')))
+    # Optional groups and groups that look ahead are common, and bounded.
+    for pattern in (
+        "re:.*mlp.(experts.[0-9]+.)?(gate|up)_proj",
+        "re:^(?!.*lm_head).*$",
+        "re:.*layers.*mlp.*(gate|up|down).*",
+    ):
+        config = read_quantization(tmp_path, json.loads(text.replace('"Linear"', json.dumps(pattern))))
+        assert config is not None
+        assert config.quantizes_inputs("model.layers.0.mlp.up_proj")
+        assert not config.quantizes_inputs("lm_head")
 
 
 @pytest.mark.parametrize("group", [2**70, 2**31, 65536, 20, True, 64.0])

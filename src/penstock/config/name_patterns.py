@@ -11,7 +11,7 @@ import re
 
 _LONGEST = 512
 _MOST_WAYS = 1 << 22  # about 0.2 seconds
-_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\(\?|[()|*+?{]|.", re.DOTALL)
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[:=!]|\(\?|[()|*+?{]|.", re.DOTALL)
 
 
 def ends_with_match(pattern: str, name: str) -> bool:
@@ -31,17 +31,17 @@ def ends_with_match(pattern: str, name: str) -> bool:
 
 def _num_ways(pattern: str, length: int) -> int:
     """Returns an upper bound of the ways in which a pattern divides `length` characters. Raises ValueError for groups
-    that are repeated or have extensions, for which there is none.
+    that are repeated, or have other extensions than (?:, (?= and (?!, for which there is none.
     """
     repetitions, choices, alternatives, last = 1, 1, [1], ""
     for piece in _PIECE.findall(pattern):
         if piece in ("*", "+", "?", "{"):
-            if last == ")":
+            if last == ")" and piece != "?":
                 raise ValueError("a repeated group can take exponentially long: write it without the repetition")
             repetitions += 1
         elif piece == "(?":
-            raise ValueError("of groups that begin with (? only (?: is matched")
-        elif piece in ("(", "(?:"):
+            raise ValueError("of groups that begin with (? only (?:, (?= and (?! are matched")
+        elif piece.startswith("("):
             alternatives.append(1)
         elif piece == "|":
             alternatives[-1] += 1
