@@ -48,7 +48,7 @@ def read_full_heads(raw: Mapping[str, Any], layer_types: tuple[str, ...], others
         fields = given.get(str(layer), {})
         unknown = sorted(fields.keys() - {"head_dim", "num_key_value_heads"})
         if unknown:
-            raise ConfigError(f"per_layer_config of layer {layer} has {', '.join(unknown)}, which are not served")
+            raise ConfigError(f"per_layer_config: layer {layer} has {', '.join(unknown)}, which Penstock does not read")
         heads = KVHeads(
             read_count(fields, "num_key_value_heads", others.count), read_count(fields, "head_dim", others.size)
         )
