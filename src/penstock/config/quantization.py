@@ -39,7 +39,7 @@ class QuantizationConfig:
     group: int = 0
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
-    is_reordered: bool = False  # inputs of a group may not be neighbours (act-order), whose layers take 16-bit values
+    is_reordered: bool = False  # act-order: such layers are dequantised when they are loaded
     rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
     formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
 

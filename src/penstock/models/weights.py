@@ -37,7 +37,7 @@ from penstock.parallel.topology import Share
 from penstock.utils.digest import digest_rows
 from penstock.utils.errors import ConfigError
 
-_MOST_RUNS = 8  # of rows of one kind, of which a layer is made that has several
+_MOST_RUNS = 8  # a layer of more runs of rows that are quantized alike is dequantised as a whole
 
 Delivery = Callable[[Iterable[torch.Tensor], Sequence[int], torch.dtype, torch.device], torch.Tensor]
 """Converts stored tensors to the model's: concatenated along their first dimension, with this total shape."""

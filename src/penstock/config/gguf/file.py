@@ -55,6 +55,7 @@ BLOCK_TYPES = {
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
+# ggml's types that are not read, for the error.
 _UNREAD = ["Q2_K", "Q3_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "IQ1_M"]
 _NAMES = dict(zip((10, 11, *range(16, 24), 29), _UNREAD, strict=True))
 

@@ -46,7 +46,8 @@ def loaded_bytes(model: ModelConfig, dtype: torch.dtype, keeps_quantized: bool, 
     if quantization is not None:
         is_expanded = not keeps_quantized or quantization.is_reordered
         return num_bytes * quantization.expansion * dtype.itemsize // 2 if is_expanded else num_bytes
-    vectors = model.vocab_size * model.hidden_size * dtype.itemsize * (1 if model.tie_word_embeddings else 2)
-    # With groups of 32, a scale adds half a bit to a weight.
-    rounded = max(0, num_bytes - vectors) * (2 * bits + 1) // (dtype.itemsize * 16) if bits and keeps_quantized else 0
-    return vectors + rounded if rounded else num_bytes
+    if not bits or not keeps_quantized:
+        return num_bytes
+    vectors = min(num_bytes, model.vocab_size * model.hidden_size * (2 if model.tie_word_embeddings else 4))
+    # Of 16 bits; a scale for 32 weights adds half a bit to each.
+    return vectors + (num_bytes - vectors) * (2 * bits + 1) // 32
