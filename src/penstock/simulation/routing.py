@@ -2,7 +2,7 @@
 change. The dispatcher, its pool and its cost model are the real ones; an instance is its speeds.
 
 A decision must not cost much more time than the other way if the router can know better: if it knows both, and has
-measured each often enough since it has changed, or so long ago that it should have forgotten it.
+measured each often enough since it has changed or was forgotten, or so long ago that it should have forgotten it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from penstock.simulation.trace import Trace, ViolationError
 from penstock.simulation.world import RunResult
 
 _OFTEN = 80
+_STILL_OLD = 10
+"""Measurements after a change, before which an average may be mostly of those before the change."""
 _FORGOTTEN_AFTER = 65.0
 _TRIED_AGAIN_AFTER = 55.0
 _LEAST_SHARED = 64
@@ -77,7 +79,7 @@ class RoutingWorld:
         self._answering = self._urls[1:] if setup.has_halves else self._urls
         self._router = Dispatcher(self._pool, Limits(max_local_prefill=setup.max_tokens))
         self._speeds = {url: self._draw_speed() for url in self._urls}
-        # By instance and what is measured of it: how often since its last change, and when last.
+        # By instance and what is measured of it: how often since it changed or was forgotten, and when last.
         self._uses = Counter[tuple[str, str]]()
         self._used_at: dict[tuple[str, str], float] = {}
         self._tried_at: dict[tuple[str, str], float] = {}
@@ -103,7 +105,7 @@ class RoutingWorld:
         self._speeds[url] = self._draw_speed()
         self._counters["changes"] += 1
         for key in [key for key in self._uses if key[0] == url]:
-            del self._uses[key]
+            self._uses[key] = -_STILL_OLD
         self._trace.note(url, f"now has {self._speeds[url]}", url)
 
     def _draw_speed(self) -> _Speed:
@@ -130,6 +132,9 @@ class RoutingWorld:
         seconds, until_ready = self._seconds(request, plan)
         self._trace.note(plan.target.url, f"{plan.computing} {num_tokens} {cached}: {seconds:.3f} s", name)
         self._judge(name, request, plan, now)
+        for key, rate in self._rates(plan):
+            self._uses[key] = self._uses[key] + 1 if rate.is_known(now + seconds) else 1
+            self._used_at[key] = now + seconds
         if plan.prefill is not None:
             router.prefill_ends(request, now + until_ready, is_done=True)
         router.answer_goes_on(request, now + seconds)
@@ -137,9 +142,6 @@ class RoutingWorld:
             router.end(each)
         self._counters["finished"] += 1
         router.check_integrity()
-        for key, _ in self._rates(plan):
-            self._uses[key] += 1
-            self._used_at[key] = now + seconds
         return now + seconds
 
     def _occupy(self, url: str, count: int, now: float) -> list[Routed]:
@@ -182,8 +184,8 @@ class RoutingWorld:
             return False
         key = (plan.target.url, plan.prefill.url)
         before, self._tried_at[key] = self._tried_at.get(key, 0.0), now
-        is_unchanged = bool(self._uses[plan.prefill.url, "shares"] and self._uses[plan.target.url, "loads"])
-        return is_unchanged and now - before < _TRIED_AGAIN_AFTER
+        is_measured = self._uses[plan.prefill.url, "shares"] > 0 and self._uses[plan.target.url, "loads"] > 0
+        return is_measured and now - before < _TRIED_AGAIN_AFTER
 
     def _seconds(self, request: Routed, plan: Plan) -> tuple[float, float]:
         """Returns the seconds until the first token, and until the other instance has done its part."""
