@@ -201,8 +201,9 @@ thread_local Scratch chunk_memory;
 
 // Multiplies the rows by `count` panels that are not quantized, as `multiply_panels` does, a chunk of inputs after another.
 // A chunk of a panel is widened once for all rows, and stays in the first-level cache; a chunk of the rows stays in the
-// second-level cache for some panels, as do the sums. These are stored row by row for all the panels at the end: rows of an
-// output are often a power of two apart, so those of one panel would share a set of the cache.
+// second-level cache for some panels, as do the sums; of fewer panels if it holds all of the rows too. Sums are stored row by
+// row for all the panels at the end: rows of an output are often a power of two apart, so those of one panel would share a
+// set of the cache.
 template <class Kernel, class TileOf>
 void multiply_in_chunks(const Blocks<Kernel>& x, const char* weight, int64_t count, const TileOf& tile_of) {
     using Element = typename Kernel::Element;
@@ -213,7 +214,7 @@ void multiply_in_chunks(const Blocks<Kernel>& x, const char* weight, int64_t cou
     float* wide = reinterpret_cast<float*>(chunk_memory.reserve((kChunk * kPanel + num_sums) * sizeof(float)));
     float* sums = wide + kChunk * kPanel;
     for (int64_t panel = 0, some; panel < count; panel += some, weight += some * bytes) {
-        some = smaller(kPanels, count - panel);
+        some = smaller(x.size() <= rows_bytes() ? kPanels / 2 : kPanels, count - panel);
         Tile<Element> tiles[kPanels];
         for (int64_t number = 0; number < some; ++number) tiles[number] = tile_of(panel + number);
         for (int64_t at = 0; at < divide_up(k, kChunk) * some; ++at) {
