@@ -20,10 +20,11 @@ import penstock
 from penstock import LLM, ConfigError, SamplingParams
 from penstock.engine import build
 from penstock.kv_transfer.multi import MultiScheduler
+from penstock.kv_transfer.offload.messages import OffloadLoad, OffloadMetadata
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.view import Parts, Place, Take, write_now
-from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
+from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId, TransferReport, TransferStatus
 from penstock.messages.outputs import CompletionOutput
 from penstock.runner.cpu import parts
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
@@ -192,27 +193,29 @@ def test_loads_that_lack_a_block(
     """Every second load lacks a block, which is recomputed or fails its request alone."""
     llm = make(offloading() | {"kv_load_failure_policy": policy}, speculative_config=SPECULATORS[speculator])
     assert tokens(llm) == plain_tokens
-    load, num_loads = OffloadingWorker._load, 0
+    begin_step, get_finished = OffloadingWorker.begin_step, OffloadingWorker.get_finished
+    loads: dict[TransferId, OffloadLoad] = {}
 
-    def lossy(self: OffloadingWorker, asked: Any) -> Any:
-        nonlocal num_loads
-        num_loads += 1
-        job = load(self, asked)
-        if num_loads % 2:
-            return job
-        block = sorted(asked.blocks, key=lambda each: each.index)[min(FAILING[place], len(asked.blocks) - 1)]
+    def begin(self: OffloadingWorker, metadata: OffloadMetadata) -> None:
+        loads.update((load.job_id, load) for load in metadata.loads)
+        begin_step(self, metadata)
+
+    def lossy(self: OffloadingWorker, report: TransferReport) -> TransferReport:
+        if report.transfer_id not in loads or list(loads).index(report.transfer_id) % 2 == 0:
+            return report
+        blocks = sorted(loads[report.transfer_id].blocks, key=lambda each: each.index)
+        block = blocks[min(FAILING[place], len(blocks) - 1)]
         size = 16
+        for part in self._view.block_parts(block.group, block.block_id):
+            part[:] = bytes(len(part))
+        bad = BadRange(block.group, block.index * size, (block.index + 1) * size)
+        return TransferReport(report.transfer_id, self._shard, TransferStatus.FAILED, (bad,))
 
-        def report() -> TransferReport:
-            for part in self._view.block_parts(block.group, block.block_id):
-                part[:] = bytes(len(part))
-            bad = BadRange(block.group, block.index * size, (block.index + 1) * size)
-            return TransferReport(asked.job_id, self._shard, TransferStatus.FAILED, (bad,))
+    def finish(self: OffloadingWorker, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        return KVConnectorOutput(tuple(lossy(self, each) for each in get_finished(self, finished_request_ids).reports))
 
-        job.report = report
-        return job
-
-    monkeypatch.setattr(OffloadingWorker, "_load", lossy)
+    monkeypatch.setattr(OffloadingWorker, "begin_step", begin)
+    monkeypatch.setattr(OffloadingWorker, "get_finished", finish)
     assert llm.reset_prefix_cache()
     outputs = completions(llm)
     failed = [index for index, each in enumerate(outputs) if each.finish_reason == "error"]

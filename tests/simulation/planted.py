@@ -253,7 +253,7 @@ def _end_detached(original: Original, self: Any, event: Any) -> Any:
 
 def _store_later(original: Original, self: Any, metadata: OffloadMetadata) -> None:
     self.late_stores = metadata.stores
-    original(self, OffloadMetadata((), metadata.loads))
+    original(self, OffloadMetadata((), metadata.loads, metadata.cancelled))
 
 
 def _store_now(original: Original, self: Any) -> None:

@@ -49,7 +49,11 @@ def add_request(scheduler: OffloadingScheduler, name: str, num_blocks: int, star
     """Adds a request whose prompt has as many complete blocks, with keys from `start` on, and one more token."""
     hashes = [make_key(number)[1] for number in range(start, start + num_blocks)]
     request: Any = SimpleNamespace(
-        request_id=name, block_hashes=hashes, kv_transfer_params=params, num_tokens=4 * num_blocks + 1
+        request_id=name,
+        hold_id=TransferId(name, start),
+        block_hashes=hashes,
+        kv_transfer_params=params,
+        num_tokens=4 * num_blocks + 1,
     )
     scheduler.on_new_request(request)
     return request
@@ -159,6 +163,55 @@ def test_a_load_is_complete_when_every_rank_has_read_its_part() -> None:
     assert (ended.transfer_id, ended.bad_ranges) == (load_of("second"), ())
     assert manager.prepare_store(other)
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "not sent"])
+def test_a_cancelled_load_says_nothing_about_the_tier(is_sent: bool) -> None:
+    """What has not been copied is neither bad nor slow, and is found again."""
+    manager, costs = OffloadingManager(9, LRUPolicy()), Mock()
+    scheduler = make_scheduler(manager, num_ranks=2, costs=costs)
+    store(scheduler, add_request(scheduler, "first", 2), 2, num_ranks=2)
+    second, other = add_request(scheduler, "second", 2), add_request(scheduler, "other", 1, start=10)
+    scheduler.update_state_after_alloc(second, load_of("second"), ((1, 2),), 0, 8)
+    if is_sent:
+        scheduler.build_connector_meta(SchedulerOutput(step=2))
+    scheduler.cancel_load(other)
+    scheduler.cancel_load(second)
+    job_id = replace(load_of("second"), epoch="epoch")
+    assert scheduler.build_connector_meta(SchedulerOutput(step=3)).cancelled == (job_id,)
+    assert scheduler.build_connector_meta(SchedulerOutput(step=4)).cancelled == ()
+    assert report(scheduler, job_id, 0) == []
+    (ended,) = report(scheduler, job_id, 1, status=FAILED, bad_ranges=(BadRange(0, 4, 8),))
+    assert (ended.transfer_id, ended.bad_ranges) == (load_of("second"), (BadRange(0, 4, 8),))
+    assert [manager.lookup(make_key(number)) for number in range(2)] == [HIT, HIT]
+    assert (manager.stats.num_pinned, manager.stats.num_bad, scheduler.counters()["num_corrupted"]) == (0, 0, 0)
+    costs.on_loaded.assert_not_called()
+    scheduler.check_integrity()
+
+
+def test_blocks_of_a_long_prompt_in_the_cache_are_offered_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are new, or two of them here, at a time, from the head on; a step is not to copy them all."""
+    monkeypatch.setattr("penstock.kv_transfer.offload.scheduler._OLD_BYTES", 2 * SPEC.block_bytes(4) + 1)
+    scheduler = make_scheduler(OffloadingManager(100, LRUPolicy()), OffloadPolicy.REQUEST_LEVEL)
+    request, table = add_request(scheduler, "r", 20), [list(range(1, 21))]
+
+    def stored(first: int, end: int) -> list[int]:
+        scheduler.on_blocks_complete(request, table, first, end)
+        (job,) = scheduler.build_connector_meta(SchedulerOutput(step=end)).stores
+        report(scheduler, job.job_id, 0, *[digest(b"part")] * len(job.blocks))
+        return [block.block_id - 1 for block in job.blocks]
+
+    assert stored(10, 11) == [0, 1, 10]
+    assert stored(11, 15) == [2, 3, 4, 5, 11, 12, 13, 14]
+    assert stored(15, 16) == [6, 7, 15]
+    assert stored(16, 17) == [8, 9, 16], "block 10 is here"
+    assert stored(17, 18) == [17], "blocks 10 to 13 are here"
+    assert stored(18, 20) == [18, 19]
+    scheduler.check_integrity()
+    limited = add_request(scheduler, "limited", 20, start=50, max_offload_tokens=11)
+    scheduler.on_blocks_complete(limited, table, 10, 11)
+    (job,) = scheduler.build_connector_meta(SchedulerOutput(step=21)).stores
+    assert [block.block_id for block in job.blocks] == [1, 2]
 
 
 def test_blocks_that_were_loaded_wrong_are_forgotten() -> None:

@@ -20,7 +20,7 @@ from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.kv_transfer.view import DONE, Parts, Place, Take, Transfer
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
-from penstock.messages.kv_transfer import TransferReport, TransferStatus
+from penstock.messages.kv_transfer import BadRange, TransferId, TransferReport, TransferStatus
 from penstock.utils.clock import ManualClock
 from penstock.utils.digest import DIGEST_BYTES
 from tests.unit.offload_fakes import make_key
@@ -60,9 +60,12 @@ def make_load(name: str, num_blocks: int, first: int = 1, digest: bytes | None =
 
 
 def run_step(
-    worker: OffloadingWorker, *loads: OffloadLoad, stores: tuple[OffloadStore, ...] = ()
+    worker: OffloadingWorker,
+    *loads: OffloadLoad,
+    stores: tuple[OffloadStore, ...] = (),
+    cancelled: tuple[TransferId, ...] = (),
 ) -> list[TransferReport]:
-    worker.begin_step(OffloadMetadata(stores, loads))
+    worker.begin_step(OffloadMetadata(stores, loads, cancelled))
     worker.start_load_kv()
     output = worker.get_finished(frozenset())
     worker.wait_for_save()
@@ -80,6 +83,20 @@ def test_a_long_load_takes_several_steps() -> None:
     assert [report.transfer_id for report in run_step(worker)] == [named("one"), named("two")]
     assert view.written[4:] == [(0, 5), (0, 50)], "loads stay in order, and share a step's bytes"
     assert run_step(worker) == []
+
+
+def test_no_more_of_a_cancelled_load_is_copied() -> None:
+    """It ends at once, and those behind it begin; also if it is cancelled before its first step."""
+    view = CountingView(3 * MIB)
+    worker = make_worker(view, 3 * MIB)
+    assert run_step(worker, make_load("one", 4), make_load("two", 3, first=50)) == []
+    (ended,) = run_step(worker, cancelled=(named("one"),))
+    assert view.written == [(0, 1), (0, 2), (0, 50), (0, 51)]
+    assert (ended.transfer_id, ended.status) == (named("one"), TransferStatus.FAILED)
+    assert ended.bad_ranges == (BadRange(0, 8, 12), BadRange(0, 12, 16))
+    ended, other = run_step(worker, make_load("three", 1), cancelled=(named("three"), named("one"), named("never")))
+    assert (ended.transfer_id, ended.status, other.transfer_id) == (named("two"), TransferStatus.DONE, named("three"))
+    assert view.written[4:] == [(0, 52)]
 
 
 def test_a_long_step_lets_the_next_one_load_more() -> None:

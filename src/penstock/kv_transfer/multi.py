@@ -244,9 +244,7 @@ class MultiScheduler(NullSchedulerConnector):
         return [event for child in self._children.values() for event in child.take_events()]
 
     def counters(self) -> Mapping[str, float]:
-        return {
-            f"{name}.{key}": value for name, child in self._children.items() for key, value in child.counters().items()
-        }
+        return {f"{name}.{key}": n for name, child in self._children.items() for key, n in child.counters().items()}
 
     def reset_cache(self) -> bool:
         done = [child.reset_cache() for child in self._children.values()]

@@ -208,7 +208,7 @@ class _Scheduler(OffloadingScheduler):
     def build_connector_meta(self, plan: SchedulerOutput) -> OffloadMetadata:
         metadata = super().build_connector_meta(plan)
         is_sync, self._is_sync = self._is_sync, False
-        return SimOffloadMetadata(metadata.stores, metadata.loads, is_sync)
+        return SimOffloadMetadata(metadata.stores, metadata.loads, metadata.cancelled, is_sync)
 
 
 class _Copy:

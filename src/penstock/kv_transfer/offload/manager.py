@@ -59,13 +59,8 @@ TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
     ChunkState.DOOMED: frozenset(),
 }
 
-_LOOKUP = {
-    ChunkState.WRITING: LookupResult.PENDING,
-    ChunkState.PROMOTING: LookupResult.PENDING,
-    ChunkState.READY: LookupResult.HIT,
-    ChunkState.DOOMED: LookupResult.MISS,
-}
-
+# What a lookup finds of a chunk that is no longer written or promoted.
+_LOOKUP = {ChunkState.READY: LookupResult.HIT, ChunkState.DOOMED: LookupResult.MISS}
 
 # While a tier evicts, a growing prompt becomes the youngest again after an eighth as many evictions as it has keys.
 _REFRESH_PART = 8
@@ -184,7 +179,7 @@ class OffloadingManager:
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Returns whether the CPU tier has the key; for the tiers below see `medium_of`. Changes nothing."""
         chunk = self._chunks.get(key)
-        return LookupResult.MISS if chunk is None else _LOOKUP[chunk.state]
+        return LookupResult.MISS if chunk is None else _LOOKUP.get(chunk.state, LookupResult.PENDING)
 
     def medium_of(self, key: OffloadKey) -> str | None:
         """Returns the fastest medium that has the key now, or None. Changes nothing."""
@@ -244,10 +239,8 @@ class OffloadingManager:
         """Ends one `prepare_load`, successful or not, which no longer reads these chunks."""
         for key in keys:
             assert self._loads[key] > 0, f"no load of {key} is running"
-            self._loads[key] -= 1
-            if not self._loads[key]:
-                del self._loads[key]
             self._unpin(key, self._chunks[key])
+        self._loads -= Counter(keys)
 
     def prepare_store(
         self, keys: Sequence[tuple[OffloadKey, int]], prompt: Prompt | None = None
@@ -397,13 +390,8 @@ class OffloadingManager:
 
     def _submit(self, tier: SecondaryTierManager, keys: tuple[OffloadKey, ...], is_promotion: bool) -> bool:
         chunks = [self._chunks[key] for key in keys]
-        job = TransferJob(
-            job_id=self._next_job_id,
-            keys=keys,
-            chunk_ids=tuple(chunk.chunk_id for chunk in chunks),
-            digests=tuple(chunk.digest for chunk in chunks),
-            is_promotion=is_promotion,
-        )
+        chunk_ids, digests = zip(*((chunk.chunk_id, chunk.digest) for chunk in chunks), strict=True)
+        job = TransferJob(self._next_job_id, keys, chunk_ids, digests, is_promotion)
         self._next_job_id += 1
         if not (tier.submit_load(job) if is_promotion else tier.submit_store(job)):
             return False

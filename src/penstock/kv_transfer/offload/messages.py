@@ -40,10 +40,13 @@ class OffloadLoad(msgspec.Struct, frozen=True):
 
 @register_kind
 class OffloadMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
-    """Stores are read before the step writes anything; loads are written in parallel with it."""
+    """Stores are read before the step writes anything; loads are written in parallel with it. No further block of
+    `cancelled` loads is copied, of which those of this step may be some.
+    """
 
     stores: tuple[OffloadStore, ...] = ()
     loads: tuple[OffloadLoad, ...] = ()
+    cancelled: tuple[TransferId, ...] = ()
 
 
 class StateChunks(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
@@ -62,6 +62,9 @@ from penstock.utils.math import cdiv
 
 # Steps with fewer tokens do not measure the cost of a prefill.
 _PREFILL_TOKENS = 64
+# A request offers so many bytes of the blocks that it found in the engine's cache, or as many of them as new ones, at a
+# time: a step is not to wait until a long prompt is copied.
+_OLD_BYTES = 16 << 20
 _PARAMS = "kv_transfer_params"
 _COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
 _TIER_COUNTERS = tuple(each.name for each in fields(TierStats) if each.name != "medium")
@@ -119,6 +122,7 @@ class _Load:
     end: int
     medium: str
     since: float
+    is_cancelled: bool = False
 
 
 class OffloadingScheduler(NullSchedulerConnector):
@@ -141,17 +145,18 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._full_groups = [group for group in self._groups if group not in self._sliding_groups]
         self._state_groups = [group for group in self._groups if cache.groups[group].spec.is_recurrent]
         self._token_groups = [group for group in self._groups if group not in self._state_groups]
+        self._most_old_blocks = max(1, _OLD_BYTES // max(1, sum(map(cache.block_bytes, self._token_groups))))
         self._shards = shards
         self._region = region
         self._manager = manager
-        self._attestation = rules.attestation
-        self._default_policy = rules.policy
+        self._rules = rules
         self._costs = rules.costs
         self._clock = clock
         self._ledger = TransferLedger[_Load | _Store]()
         self._requests: dict[str, _Request] = {}
         # The content of the next step's metadata.
         self._new_loads: list[OffloadLoad] = []
+        self._cancelled: list[TransferId] = []
         self._offers: list[_Offer] = []
         self._num_stores = 0
         self._num_corrupted = 0
@@ -171,7 +176,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         asked = request.kv_transfer_params
         policy = asked.get("offload_policy")
         if policy is None:
-            policy = self._default_policy
+            policy = self._rules.policy
         if policy not in list(OffloadPolicy):
             raise RequestError(f"offload_policy must be one of {', '.join(OffloadPolicy)}, got {policy!r}", _PARAMS)
         self._requests[request.request_id] = _Request(
@@ -268,7 +273,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         num_tokens = num_blocks * self._cache.block_size
         return self._costs.should_load(slowest, num_tokens, self._num_bytes(keys))
 
-    def _num_bytes(self, keys: Sequence[OffloadKey]) -> int:
+    def _num_bytes(self, keys: Iterable[OffloadKey]) -> int:
         return sum(self._cache.block_bytes(group) for group, _ in keys)
 
     def update_state_after_alloc(
@@ -297,6 +302,12 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._ledger.open(job_id, self._shards, load)
         self._new_loads.append(OffloadLoad(job_id, blocks))
 
+    def cancel_load(self, request: RequestView) -> None:
+        for load in self._ledger:
+            if isinstance(load, _Load) and load.transfer_id.number == request.hold_id.number:
+                load.is_cancelled = True
+                self._cancelled.append(msgspec.structs.replace(load.transfer_id, epoch=self._epoch))
+
     # ---- Store ----
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
@@ -309,15 +320,16 @@ class OffloadingScheduler(NullSchedulerConnector):
         num_known = len(of_tokens.places) // max(1, len(self._token_groups))
         for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
             of_tokens.places.update(((group, block_hash), index) for group in self._token_groups)
+        old = range(0)
         if state.policy is OffloadPolicy.REQUEST_LEVEL:
-            # Includes the blocks that it found in the engine's cache.
-            first = min(first, state.num_offered_blocks)
-        state.num_offered_blocks = end
+            known = state.num_offered_blocks
+            old = range(known, min(first, end, known + max(end - first, self._most_old_blocks)))
+            state.num_offered_blocks = end if old.stop == min(first, end) else old.stop
         for prompt, groups in ((of_tokens, self._token_groups), (of_states, self._state_groups)):
             blocks = {
-                (group, block_hash): (block_ids[group][index], index)
+                (group, request.block_hashes[index]): (block_ids[group][index], index)
                 for group in groups
-                for index, block_hash in enumerate(request.block_hashes[first:end], first)
+                for index in (*old, *range(first, end))
                 if block_ids[group][index] != NULL_BLOCK
             }
             if prompt is of_states:
@@ -332,7 +344,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         for offer in offers:
             offered = [(key, self._place(key[0], index)) for key, (_, index) in offer.blocks.items()]
             for key, chunk_id in self._manager.prepare_store(offered, offer.prompt):
-                blocks.append(StoreBlock(key[0], offer.blocks[key][0], chunk_id, self._attestation.covers(key)))
+                blocks.append(StoreBlock(key[0], offer.blocks[key][0], chunk_id, self._rules.attestation.covers(key)))
                 keys.append(key)
         if not blocks:
             return ()
@@ -345,8 +357,9 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def build_connector_meta(self, plan: SchedulerOutput) -> OffloadMetadata:
         loads, self._new_loads = tuple(self._new_loads), []
+        cancelled, self._cancelled = tuple(self._cancelled), []
         self._steps.append((plan.total_num_scheduled_tokens, self._clock.now()))
-        return OffloadMetadata(self._take_stores(), loads)
+        return OffloadMetadata(self._take_stores(), loads, cancelled)
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         self._manager.poll()
@@ -378,11 +391,12 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def _on_loaded(self, load: _Load, reports: Sequence[TransferReport]) -> LoadEnded:
         bad = bad_ranges(reports, len(self._cache.groups), load.first, load.end)
-        if self._costs is not None:
-            self._costs.on_loaded(load.medium, self._num_bytes(tuple(load.index_of)), self._clock.now() - load.since)
-        for key in self._bad_keys(load, bad):
-            self._num_corrupted += 1
-            self._manager.mark_bad(key)
+        if not load.is_cancelled:
+            if self._costs is not None:
+                self._costs.on_loaded(load.medium, self._num_bytes(load.index_of), self._clock.now() - load.since)
+            for key in self._bad_keys(load, bad):
+                self._num_corrupted += 1
+                self._manager.mark_bad(key)
         self._manager.complete_load(tuple(load.index_of))
         return LoadEnded(load.transfer_id, bad)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.kv_transfer.null import NullWorkerConnector
-from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore
+from penstock.kv_transfer.offload.messages import LoadBlock, OffloadMetadata, OffloadStore
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.topology.chunks import ChunkFormat, RankChunks, RankHeads
 from penstock.kv_transfer.view import KVCacheView, Parts, Transfer
@@ -21,6 +22,7 @@ from penstock.messages.kv_transfer import (
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
+    TransferId,
     TransferReport,
     TransferStatus,
 )
@@ -36,12 +38,15 @@ _LOAD_BYTES_PER_SECOND = 512 << 20
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A store or load in progress. `waiting` holds those of a load's blocks that no step has begun to copy."""
+    """A store or load in progress. `digests` are those of the blocks of a store. Of a load, `waiting` holds the blocks
+    that no step has begun to copy, and `bad` the tokens that are not loaded.
+    """
 
-    report: Callable[[], TransferReport]
+    job_id: TransferId
     transfers: list[Transfer] = field(default_factory=list[Transfer])
+    digests: list[bytes] = field(default_factory=list[bytes])
     waiting: deque[LoadBlock] = field(default_factory=deque[LoadBlock])
-    take: Callable[[LoadBlock, Parts], None] = lambda block, parts: None
+    bad: list[BadRange] = field(default_factory=list[BadRange])
 
     def is_done(self) -> bool:
         return not self.waiting and all(transfer.done() for transfer in self.transfers)
@@ -49,6 +54,10 @@ class _Job:
     def wait(self) -> None:
         for transfer in self.transfers:
             transfer.result()
+
+    def report(self, shard: ShardId) -> TransferReport:
+        status = TransferStatus.FAILED if self.bad else TransferStatus.DONE
+        return TransferReport(self.job_id, shard, status, tuple(self.bad), tuple(self.digests))
 
 
 class OffloadingWorker(NullWorkerConnector):
@@ -64,15 +73,14 @@ class OffloadingWorker(NullWorkerConnector):
         self._heads = heads
         self._block_size = chunks.block_size
         self._jobs: list[_Job] = []
-        self._new_loads: tuple[OffloadLoad, ...] = ()
+        self._metadata = OffloadMetadata()
         self._clock: Clock = SystemClock()
         self._began = self._seconds = 0.0
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
         self._chunks = RankChunks(self._format, view.layout, self._shard, self._heads)
-        groups = {layer.group for layer in view.layout.layers}
-        self._block_bytes = {group: view.layout.block_bytes(group) for group in groups}
+        self._block_bytes = {layer.group: view.layout.block_bytes(layer.group) for layer in view.layout.layers}
         # A device copies in parallel with the steps, so the load is not divided.
         most = _LOAD_BYTES_PER_STEP if view.layout.is_host_visible else sys.maxsize
         self._bytes_per_step = max(most, *self._block_bytes.values())
@@ -80,11 +88,17 @@ class OffloadingWorker(NullWorkerConnector):
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, OffloadMetadata), metadata
         self._began = self._clock.now()
-        self._new_loads = metadata.loads
+        self._metadata = metadata
         self._jobs += map(self._store, metadata.stores)
 
     def start_load_kv(self) -> None:
-        self._jobs += map(self._load, self._new_loads)
+        for load in self._metadata.loads:
+            waiting = deque(block for block in load.blocks if self._chunks.has(block.group))
+            self._jobs.append(_Job(load.job_id, waiting=waiting))
+        for job in self._jobs:
+            if job.job_id in self._metadata.cancelled:
+                job.bad += map(self._range, job.waiting)
+                job.waiting.clear()
         room = max(self._bytes_per_step, int(self._seconds * _LOAD_BYTES_PER_SECOND))
         for job in self._jobs:
             room = self._copy(job, room)
@@ -94,10 +108,10 @@ class OffloadingWorker(NullWorkerConnector):
         self._jobs = [job for job in self._jobs if job not in ended]
         for job in ended:
             job.wait()
-        return KVConnectorOutput(tuple(job.report() for job in ended))
+        return KVConnectorOutput(tuple(job.report(self._shard) for job in ended))
 
     def end_step(self) -> None:
-        self._new_loads = ()
+        self._metadata = OffloadMetadata()
         self._seconds = self._clock.now() - self._began
 
     def shutdown(self) -> None:
@@ -117,22 +131,7 @@ class OffloadingWorker(NullWorkerConnector):
             digests[own[index]] = self._chunks.store(block.group, parts, chunk, block.is_attested)
 
         transfer = self._view.read_blocks([(block.group, block.block_id) for block in blocks], take)
-        done = TransferStatus.DONE
-        return _Job(lambda: TransferReport(store.job_id, self._shard, done, digests=tuple(digests)), [transfer])
-
-    def _load(self, load: OffloadLoad) -> _Job:
-        bad: list[BadRange] = []
-
-        def take(block: LoadBlock, parts: Parts) -> None:
-            chunk = self._region.chunk(block.chunk_id)
-            if block.digest is not None and not self._chunks.is_right(block.group, parts, chunk, block.digest):
-                bad.append(self._range(block))
-
-        def report() -> TransferReport:
-            status = TransferStatus.FAILED if bad else TransferStatus.DONE
-            return TransferReport(load.job_id, self._shard, status, tuple(bad))
-
-        return _Job(report, waiting=deque(block for block in load.blocks if self._chunks.has(block.group)), take=take)
+        return _Job(store.job_id, [transfer], digests)
 
     def _copy(self, job: _Job, room: int) -> int:
         """Begins to copy the next blocks of a load, up to `room` bytes. Returns the room left for later loads."""
@@ -143,9 +142,14 @@ class OffloadingWorker(NullWorkerConnector):
         if blocks:
             places = [(block.group, block.block_id) for block in blocks]
             data = [self._chunks.pieces(block.group, self._region.chunk(block.chunk_id)) for block in blocks]
-            transfer = self._view.write_blocks(places, data, lambda number, parts: job.take(blocks[number], parts))
-            job.transfers.append(transfer)
+            job.transfers.append(self._view.write_blocks(places, data, partial(self._check, job, blocks)))
         return 0 if job.waiting else room
+
+    def _check(self, job: _Job, blocks: Sequence[LoadBlock], number: int, parts: Parts) -> None:
+        block = blocks[number]
+        chunk = self._region.chunk(block.chunk_id)
+        if block.digest is not None and not self._chunks.is_right(block.group, parts, chunk, block.digest):
+            job.bad.append(self._range(block))
 
     def _range(self, block: LoadBlock) -> BadRange:
         return BadRange(block.group, block.index * self._block_size, (block.index + 1) * self._block_size)
