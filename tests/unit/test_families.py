@@ -144,6 +144,18 @@ def test_yarn_extends_a_context_whose_length_was_left_as_it_was() -> None:
         assert config.max_position_embeddings == expected
 
 
+def test_a_context_that_was_extended_by_hand_keeps_the_base() -> None:
+    """A checkpoint that names `rope_parameters`, to which the block of a card was added as `rope_scaling`."""
+    stored = {"rope_type": "default", "rope_theta": 1e6}
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    for name in ("rope_type", "type"):
+        config = parse("qwen3", rope_parameters=stored, rope_scaling={name: "yarn", **yarn})
+        assert (config.rope.rope_type, config.rope.theta, config.rope.scaling["factor"]) == ("yarn", 1e6, 4.0)
+    by_kind = {"full_attention": {**stored, "rope_theta": 1e7}, "sliding_attention": stored}
+    config = parse("olmo3", rope_parameters=by_kind, rope_scaling={"rope_type": "yarn", **yarn})
+    assert (config.rope.rope_type, config.rope.theta) == ("default", 1e7)
+
+
 @pytest.mark.parametrize(("max_model_len", "is_long"), [(128, False), (129, True)])
 def test_a_draft_model_has_the_factors_of_the_engine_s_longest_context(
     tmp_path: Path, max_model_len: int, is_long: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 import tracemalloc
@@ -16,14 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.config.engine import EngineArgs, resolve
+from penstock.config.engine import EngineArgs, SchedulerConfig, resolve
 from penstock.config.gguf.architectures import read_config
 from penstock.config.gguf.file import BLOCK_TYPES, GGUFFile, open_gguf
 from penstock.config.gguf.folder import unpack_gguf, unpacked_file
+from penstock.config.gguf.vocabulary import end_tokens, read_tokenizer
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
+from penstock.frontend.front_end import build_front_end
 from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.layers.linear import Linear
+from penstock.messages.sampling_params import SamplingParams
 from penstock.models.sources.gguf import GGUFSource
 from penstock.models.weights import Weights
 from penstock.tokenizer.tokenizer import Tokenizer, Truncation
@@ -240,7 +244,7 @@ def test_a_file_is_a_folder_of_the_cache_and_is_read_once(tmp_path: Path) -> Non
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", embedding(), **SHAPE)
     (tmp_path / "cache").write_text("")
-    with pytest.raises(ConfigError, match="Set XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match=r"a\.gguf cannot be unpacked: .*: set XDG_CACHE_HOME to a folder"):
         unpack_gguf(tmp_path / "a.gguf")
 
 
@@ -273,6 +277,10 @@ def test_a_file_without_a_field_or_an_embedding_is_refused(tmp_path: Path) -> No
     write(tmp_path / "b.gguf", {}, **SHAPE)
     with pytest.raises(ConfigError, match=r"has no token_embd\.weight"):
         unpack_gguf(tmp_path / "b.gguf")
+    head = {"cls.output.weight": (np.ones((2, 64), np.float32), gguf.GGMLQuantizationType.F32)}
+    write(tmp_path / "r.gguf", embedding() | head, **SHAPE)
+    with pytest.raises(ConfigError, match="is a reranker, whose scores are not read: use the safetensors checkpoint"):
+        unpack_gguf(tmp_path / "r.gguf")
     write(tmp_path / "c.gguf", {"x": (np.zeros((4, 512 // 256 * 66), np.uint8), gguf.GGMLQuantizationType.IQ2_XXS)})
     with pytest.raises(ConfigError, match="tensor 'x' has ggml's type IQ2_XXS, and Penstock reads F32, F16, Q4_0"):
         GGUFFile(tmp_path / "c.gguf")
@@ -537,6 +545,66 @@ def test_what_a_file_does_not_name_is_what_llama_cpp_takes(tmp_path: Path) -> No
     folder = unpack_gguf(tmp_path / "a.gguf")
     assert Tokenizer(folder, 7).encode("a")[0] == 2
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 3, 5]}
+
+
+def test_tokens_of_tools_end_an_answer(tmp_path: Path) -> None:
+    """A Llama 3.1 calls a tool, and a GLM-4 waits for its result."""
+    tokens = ["a", "b", "<|begin|>", "<|eom_id|>", "<|observation|>", "<|user|>", "ab"]
+    write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY | {"tokenizer__ggml__tokens": tokens})
+    assert end_tokens(open_gguf(tmp_path / "a.gguf")) == [0, 3]
+    types = {"tokenizer__ggml__token_type": [1, 1, 3, 3, 3, 3, 1]}
+    write(tmp_path / "b.gguf", embedding(7), **SHAPE, **VOCABULARY | {"tokenizer__ggml__tokens": tokens} | types)
+    assert end_tokens(open_gguf(tmp_path / "b.gguf")) == [0, 3, 4]
+
+
+def test_the_sampling_that_a_file_recommends(tmp_path: Path) -> None:
+    recommended = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "penalty_repeat": 1.05, "mirostat": 1}
+    stated = {f"general__sampling__{name}": value for name, value in recommended.items()}
+    write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY, **stated)
+    config = resolve(EngineArgs(model=str(tmp_path / "a.gguf")))
+    limits = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, max_num_in_flight=1)
+    sampling = build_front_end(config, limits).default_sampling_params
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 0.95, 0.0)
+    assert sampling.repetition_penalty == 1.05
+    greedy = {"do_sample": False, "repetition_penalty": 1.05, "temperature": 0.6, "top_k": 20}
+    (config.model.path / "generation_config.json").write_text(json.dumps(greedy))
+    sampling = build_front_end(config, limits).default_sampling_params
+    assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.0, SamplingParams().top_k, 1.05)
+
+
+@pytest.mark.parametrize(
+    ("stored", "amplitude"),
+    [(1 / (1 + 0.1 * math.log(4)), 1.0), (1.25, 1.25), (1.0, 1.0), (None, None)],
+    ids=["a factor of YaRN's own", "whole", "one", "none"],
+)
+def test_the_amplitude_of_yarn(stored: float | None, amplitude: float | None, tmp_path: Path) -> None:
+    """Converters store `attn_factor`, as DeepSeek's distillation into Qwen3 has it, in the place of the amplitude."""
+    yarn: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    if stored is not None:
+        yarn["yarn_attn_factor"] = stored
+    stated = {f"qwen3__rope__scaling__{name}": value for name, value in yarn.items()}
+    write(tmp_path / "a.gguf", embedding(), **SHAPE, **stated)
+    assert read_config(open_gguf(tmp_path / "a.gguf"))["rope_scaling"].get("attention_factor") == amplitude
+
+
+def test_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> None:
+    """But those of the text do not, nor do those of another model with such a vocabulary."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "<|endoftext|>", "<|user|>"]
+    words = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 8,
+        "token_type": [2, 3, 3, 6, 1, 1, 3, 4],
+        "bos_token_id": 1,
+        "add_space_prefix": False,
+    }
+    stated = {f"tokenizer__ggml__{name}": value for name, value in words.items()}
+    for architecture, spaces, space in (("phi3", "", ""), ("llama", "\u2581 <0x0A> ", "\u2581 ")):
+        write(tmp_path / architecture, embedding(8), **stated, architecture=architecture)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(read_tokenizer(open_gguf(tmp_path / architecture))))
+        tokenizer = Tokenizer(tmp_path, 8)
+        spelled = " ".join(tokens[number] for number in tokenizer.encode("<|user|> \na<|endoftext|> </s> a"))
+        assert spelled == f"<s> <|user|> {spaces}a <|endoftext|> \u2581 </s> {space}a"
 
 
 def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,15 @@ def test_correct_tables_pass(name: str, head_dim: int, num_positions: int) -> No
     assert table.shape == (num_positions, head_dim)
 
 
+def test_a_factor_of_yarn_s_own_amplitude() -> None:
+    """Of DeepSeek's distillation into Qwen3, which makes the amplitude 1. An amplitude that is stated comes first."""
+    yarn, attn_factor = ROPES["yarn"].scaling, 0.8782488562869419
+    assert float(rotary_table(ROPES["yarn"], 64, 1)[0, 0]) == pytest.approx(1 / attn_factor)
+    for given, amplitude in (({}, 1.0), ({"attention_factor": 1.5}, 1.5)):
+        rope = RopeConfig(theta=1e6, rope_type="yarn", scaling={**yarn, **given, "attn_factor": attn_factor})
+        assert float(rotary_table(rope, 64, 1)[0, 0]) == pytest.approx(amplitude)
+
+
 def test_a_table_is_the_same_for_any_number_of_threads() -> None:
     before = torch.get_num_threads()
     try:

@@ -116,7 +116,7 @@ def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torc
     if amplitude is None and p.get("mscale") and p.get("mscale_all_dim"):
         amplitude = yarn_amplitude(factor, p["mscale"]) / yarn_amplitude(factor, p["mscale_all_dim"])
     elif amplitude is None:
-        amplitude = yarn_amplitude(factor)
+        amplitude = yarn_amplitude(factor) * p.get("attn_factor", 1.0)  # as vLLM
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(amplitude)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from penstock.config.gguf.families import FAMILIES, WITH_EXPERTS
 from penstock.config.gguf.family import Family, head_size, largest
 from penstock.config.gguf.file import GGUFFile, read_vector
+from penstock.config.latent import yarn_amplitude
 from penstock.config.quantization import GGUF
 from penstock.utils.errors import ConfigError
 
@@ -121,6 +122,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path} has no token_embd.weight [vocabulary, hidden size]: it is not a whole model")
+    if "cls.output.weight" in file.tensors:
+        raise ConfigError(f"{file.path} is a reranker, whose scores are not read: use the safetensors checkpoint")
     num_layers = fields.get("block_count")
     if isinstance(num_layers, int) and num_layers > len(file.tensors):
         raise ConfigError(f"{file.path} has {len(file.tensors)} tensors for {prefix}block_count={num_layers} layers")
@@ -203,10 +206,13 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
         return None
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{file.path}: rope.scaling.type is {kind!r}, and Penstock reads none, linear and yarn")
-    scaling = {"rope_type": kind, "factor": fields["rope.scaling.factor"]}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields["rope.scaling.factor"]}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields["rope.scaling.original_context_length"]
         for name, stored in _YARN.items():
             if f"rope.scaling.{stored}" in fields:
                 scaling[name] = fields[f"rope.scaling.{stored}"]
+        given = scaling.get("attention_factor", 0.0)
+        if abs(given * yarn_amplitude(scaling["factor"]) - 1.0) < 1e-3:
+            scaling["attention_factor"] = 1.0  # the file has what YaRN's own factor is multiplied by (`attn_factor`)
     return scaling | family.scaling(fields)

@@ -18,13 +18,13 @@ from typing import Any
 from penstock.config import env
 from penstock.config.gguf.architectures import read_config
 from penstock.config.gguf.file import open_gguf, part_paths
-from penstock.config.gguf.vocabulary import end_tokens, read_tokenizer, read_tokenizer_config
+from penstock.config.gguf.vocabulary import end_tokens, read_sampling, read_tokenizer, read_tokenizer_config
 from penstock.utils.errors import ConfigError
 
 _LINK = "unpacked.gguf"
 _TOKENIZER = "tokenizer.json"
 # Changes when what is written changes, so that no older folder is used.
-_VERSION = 4
+_VERSION = 5
 
 
 def unpack_gguf(file: Path, needs_tokenizer: bool = True) -> Path:
@@ -60,7 +60,7 @@ def _write(file: Path, folder: Path) -> None:
         contents[_TOKENIZER] = read_tokenizer(opened)
     with suppress(ConfigError):
         contents["tokenizer_config.json"] = read_tokenizer_config(opened)
-        contents["generation_config.json"] = {"eos_token_id": end_tokens(opened)}
+        contents["generation_config.json"] = {"eos_token_id": end_tokens(opened)} | read_sampling(opened)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -73,10 +73,7 @@ def _write(file: Path, folder: Path) -> None:
             if not folder.is_dir():
                 raise
     except OSError as error:
-        raise ConfigError(
-            f"the metadata of {file} cannot be written to {folder}: {error}. Set XDG_CACHE_HOME to a "
-            "folder that can be written"
-        ) from None
+        raise ConfigError(f"{file} cannot be unpacked: {error}: set XDG_CACHE_HOME to a folder to write to") from None
 
 
 def _fill(folder: Path, file: Path, contents: dict[str, dict[str, Any]]) -> None:

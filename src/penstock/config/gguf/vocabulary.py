@@ -18,19 +18,13 @@ from penstock.utils.errors import ConfigError
 
 # Token types of llama.cpp.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-_END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|return|>",
-    "<|call|>",
-)
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|observation|>")
 # gpt-oss has these, and "<|end|>" between the messages of an answer.
 _HARMONY = {"<|return|>", "<|call|>"}
+_RENAMED = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+# Tokens of Phi-3 that leave the spaces after them.
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 # Words of models whose prompts begin with a token for it.
 _BEGINNING = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 # Longer tokens are no words, and splitting one takes time that grows with the square of its length.
@@ -146,18 +140,23 @@ def read_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     return config | ({"chat_template": template} if isinstance(template, str) else {})
 
 
+def read_sampling(file: GGUFFile) -> dict[str, Any]:
+    """Returns the sampling that the model's authors recommend, as in `generation_config.json`."""
+    found = {name: file.metadata.get(f"general.sampling.{name}") for name in (*_RENAMED, "top_k", "top_p", "min_p")}
+    # Numbers are stored in float32: 0.95 would be 0.949999988.
+    rounded = {name: float(f"{n:.6g}") if isinstance(n, float) else n for name, n in found.items() if n is not None}
+    return {_RENAMED.get(name, name): value for name, value in rounded.items()}
+
+
 def end_tokens(file: GGUFFile) -> list[int]:
     """Returns the ids of the tokens that end an answer."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     named = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
     tokens = _tokens(file)
     # Files do not name all of them, so llama.cpp knows them by their text.
-    ends = {*_END_TOKENS} - ({"<|end|>"} if set(tokens) >= _HARMONY else set())
-    spelled = (
-        number
-        for number, (token, kind) in enumerate(zip(tokens, _types(file, tokens), strict=True))
-        if kind == _CONTROL and token in ends
-    )
+    ends = {*_END_OF_TEXT, *_END_OF_TURN, *_HARMONY} - ({"<|end|>"} if set(tokens) >= _HARMONY else set())
+    typed = enumerate(zip(tokens, _types(file, tokens), strict=True))
+    spelled = (number for number, (token, kind) in typed if kind == _CONTROL and token in ends)
     return sorted({*(number for number in named if isinstance(number, int)), *spelled})
 
 
@@ -286,11 +285,14 @@ def _numbers(file: GGUFFile, name: str) -> list[Any]:
 
 
 def _added_tokens(file: GGUFFile, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    flags = {"single_word": False, "lstrip": False, "normalized": False}
+    # Tokens of Phi-3 take the spaces after them, which a file does not say.
+    strips = file.metadata["tokenizer.ggml.model"] == "llama" and file.metadata["general.architecture"] == "phi3"
     return [
-        {"id": number, "content": tokens[number], **flags, "special": kind != _USER_DEFINED}
+        {"id": number, "content": token, **flags, "rstrip": strips and token not in _KEEP_SPACES, "special": is_special}
         for number, kind in enumerate(_types(file, tokens))
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        for token, is_special in [(tokens[number], kind != _USER_DEFINED)]
     ]
 
 
