@@ -227,6 +227,9 @@ def test_a_request_id_cannot_be_in_use_twice(engine: AsyncLLM, run: Run) -> None
             with pytest.raises(RequestError, match="already in use"):
                 await engine.submit(STORY, GREEDY, "mine")
         assert (await last(engine, request_id="mine")).request_id == "mine"
+        assert (await last(engine, request_id="x" * 1024)).request_id == "x" * 1024
+        with pytest.raises(RequestError, match="a request id may have 1,024 characters at most"):
+            await last(engine, request_id="x" * 1025)
 
     run(twice())
 

@@ -35,6 +35,8 @@ from penstock.utils.errors import EngineDeadError, OverloadedError, RequestError
 from penstock.utils.machine import count_gpus, numa_nodes
 
 _CLEANING_SECONDS = 1.0
+# Names of transfers, which other engines read, are made of request ids.
+_MOST_ID_CHARACTERS = 1024
 
 ReplicaObservers = Callable[[int], Sequence[EngineObserver]]
 """Makes the observers of one data parallel rank."""
@@ -319,6 +321,8 @@ class AsyncLLM:
         self, request: ProcessedRequest, arrived: float, trace: str | None, data_parallel_rank: int | None
     ) -> RequestStream:
         """Raises the errors of `submit`."""
+        if len(request.request_id) > _MOST_ID_CHARACTERS:
+            raise RequestError(f"a request id may have {_MOST_ID_CHARACTERS:,} characters at most", "request_id")
         if any(replica.has(request) for replica in self.replicas):
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
         place = self._placement.choose(request, data_parallel_rank)
