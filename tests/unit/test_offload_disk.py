@@ -397,6 +397,37 @@ def test_failed_writes_are_counted_and_logged_once(tmp_path: Path, monkeypatch, 
     assert disk.load([1, 2, 3]) == keys(1, 2, 3)
 
 
+def test_a_write_that_ends_within_the_first_page_is_counted(tmp_path: Path, monkeypatch) -> None:
+    """As where a disk is full: a part of the page is written, and then nothing."""
+    disk, calls = Disk(tmp_path), []
+    disk.store(1)
+    write, readv = os.write, os.readv
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:1024])
+
+    def read_some(descriptor: int, buffers: list[memoryview]) -> int:
+        calls.append(len(buffers[0]))
+        if len(calls) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return readv(descriptor, [buffers[0][:1024]])
+
+    for folder in disk.tier._folders:
+        monkeypatch.setattr(folder, "_direct", 0)
+    monkeypatch.setattr(chunk_file.os, "write", write_some)
+    monkeypatch.setattr(chunk_file.os, "readv", read_some)
+    assert disk.store(2) == set()
+    assert len(files(tmp_path)) == 1, "no half-written file remains"
+    calls.clear()
+    assert disk.load([1]) == set()
+    assert disk.tier.stats().num_failed == 2
+    monkeypatch.undo()
+    assert disk.store(2) == keys(2)
+
+
 def test_a_file_that_cannot_be_deleted_still_counts_and_is_never_found(tmp_path: Path, monkeypatch) -> None:
     disk = Disk(tmp_path, num_files=2)
     disk.store(1, 2)

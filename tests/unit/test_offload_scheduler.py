@@ -342,6 +342,51 @@ def test_reports_of_another_run_change_nothing() -> None:
     assert manager.lookup(make_key(0)) is PENDING_KEY
 
 
+# ---- Promotions ----
+
+
+def test_a_request_that_waits_does_not_look_at_all_its_blocks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step; it does when the last key that it waits for has come."""
+    tier = FakeTier(OffloadRegion(9, CHUNK_BYTES), num_delays=3)
+    manager, looked_up = OffloadingManager(9, LRUPolicy(), [tier]), list[Any]()
+    scheduler, lookup = make_scheduler(manager), manager.lookup
+    monkeypatch.setattr(manager, "lookup", lambda key: looked_up.append(key) or lookup(key))
+    for number in range(8):
+        tier.bytes[make_key(number)] = (bytes(CHUNK_BYTES), None)
+    request = add_request(scheduler, "r", 8)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
+    for _ in range(3):
+        scheduler.update_connector_output(KVConnectorOutput())
+        looked_up.clear()
+        assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
+        assert looked_up == [make_key(7)]
+    scheduler.update_connector_output(KVConnectorOutput())
+    assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 32
+    begin_load(scheduler, request, (tuple(range(1, 9)),), end=32)  # asks again: there were no free blocks
+
+
+def test_what_a_hung_tier_has_is_computed_after_one_request_has_waited() -> None:
+    tier = FakeTier(OffloadRegion(9, CHUNK_BYTES), num_delays=2)
+    manager = OffloadingManager(9, LRUPolicy(), [tier])
+    scheduler = make_scheduler(manager)
+    store(scheduler, add_request(scheduler, "first", 1), 1)
+    scheduler.update_connector_output(KVConnectorOutput())
+    for number in range(3):
+        tier.bytes[make_key(number)] = (bytes(CHUNK_BYTES), None)
+    waiting, also, other = (add_request(scheduler, name, 3) for name in ("waiting", "also", "other"))
+    assert scheduler.get_num_new_matched_tokens(waiting, 0) == PENDING
+    assert scheduler.get_num_new_matched_tokens(also, 0) == PENDING
+    scheduler.cancel_load(waiting)
+    assert scheduler.get_num_new_matched_tokens(also, 0).num_tokens == 4, "what memory has"
+    assert scheduler.get_num_new_matched_tokens(other, 0).num_tokens == 4
+    manager.check_integrity()
+    # It is found again when the tier has answered.
+    for _ in range(4):
+        scheduler.update_connector_output(KVConnectorOutput())
+    manager.check_integrity()
+    assert scheduler.get_num_new_matched_tokens(other, 0) == PENDING
+
+
 # ---- Costs ----
 
 

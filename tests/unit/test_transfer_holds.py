@@ -156,8 +156,9 @@ def test_an_overdue_load_is_cancelled_and_its_request_treated_by_policy(policy: 
     scheduler = Scheduler(CONFIG, kv, None, KVTransfer(connector, policy, load_timeout=1.0, clock=clock))
     scheduler.add_request(make_request("r", 0, num_tokens=13))
     scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
-    clock.advance(0.9)
-    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    for _ in range(6):
+        clock.advance(0.15)
+        scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
     assert (connector.cancelled, scheduler.stats().num_waiting_for_remote_kv) == ([], 1)
     clock.advance(0.1)
     plan = step_of(scheduler)
@@ -170,6 +171,38 @@ def test_an_overdue_load_is_cancelled_and_its_request_treated_by_policy(policy: 
         ((_, error),) = [(each.request_id, each.error) for each in outputs]
         assert "not arrived within 1 seconds" in str(error)
     scheduler.check_integrity()
+
+
+def test_a_load_has_some_steps_however_long_they_are() -> None:
+    """Several steps pass until a load has begun and has been found to have ended, whatever the time of its transfer."""
+    clock, connector = ManualClock(), LosingConnector()
+    scheduler = Scheduler(CONFIG, make_kv(20), None, KVTransfer(connector, load_timeout=30.0, clock=clock))
+    scheduler.add_request(make_request("r", 0, num_tokens=13))
+    for _ in range(6):
+        assert connector.cancelled == []
+        scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+        clock.advance(20.0)
+    step_of(scheduler)
+    assert connector.cancelled == ["r"]
+
+
+class PendingConnector(LosingConnector):
+    """Looks for the KV of every request for ever."""
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return PENDING
+
+
+def test_a_match_that_was_pending_for_too_long_is_cancelled() -> None:
+    clock, connector = ManualClock(), PendingConnector()
+    scheduler = Scheduler(CONFIG, make_kv(20), None, KVTransfer(connector, load_timeout=1.0, clock=clock))
+    scheduler.add_request(make_request("r", 0, num_tokens=13))
+    for seconds in (0.9, 0.1):
+        scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+        assert connector.cancelled == []
+        clock.advance(seconds)
+    assert dict(step_of(scheduler).num_scheduled_tokens) == {"r": 13}
+    assert connector.cancelled == ["r"]
 
 
 def test_the_load_of_a_request_that_ends_is_cancelled() -> None:
@@ -249,6 +282,9 @@ def test_an_engine_whose_requests_all_wait_for_kv_needs_no_step() -> None:
     connector.has_pending_work = False
     clock.advance(25.0)
     assert scheduler.seconds_until_due(clock.now()) == 0.0, "the load is overdue"
+    for _ in range(5):
+        scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+        assert scheduler.seconds_until_due(clock.now()) == 0.0
     assert step_of(scheduler).num_scheduled_tokens == {"waits": 8}
 
 

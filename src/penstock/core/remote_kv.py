@@ -51,6 +51,9 @@ MAX_QUARANTINE = 0.25
 # About so many pending requests are looked at in one round, because the time of each lookup is proportional to the
 # blocks of the prompt.
 _MAX_PENDING = 64
+# No load is overdue before its deadline has been checked so often, once for each step: it takes some steps to begin it
+# and to learn that it has ended, which may be long ones.
+_LEAST_CHECKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class _Load:
     num_blocks: tuple[int, int]  # of tokens and of states, as `BlockPool.count`
     hashes: Sequence[bytes]  # of the blocks that a request waits for
     is_detached: bool = False
+    num_checks: int = 0  # of its deadline
 
 
 class RemoteKV:
@@ -164,6 +168,7 @@ class RemoteKV:
                 return match
             self._num_timeouts += 1
             request.num_failed_loads = MAX_FAILED_LOADS
+            self._connector.cancel_load(request)
             match = NO_MATCH
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size
@@ -339,11 +344,11 @@ class RemoteKV:
 
     def give_up_overdue(self) -> Iterator[tuple[Request, str]]:
         """Detaches requests from loads that have missed their deadline. Yields them, and why; none loads again."""
-        if not self._num_waiting:
-            return
         now = self._clock.now()
-        waiting = (load for load in self._loads.values() if load.is_async and not load.is_detached)
-        for request in [load.request for load in waiting if load.deadline <= now]:
+        waiting = [load for load in self._loads.values() if load.is_async and not load.is_detached]
+        for load in waiting:
+            load.num_checks += 1
+        for request in [each.request for each in waiting if each.deadline <= now and each.num_checks > _LEAST_CHECKS]:
             self._num_timeouts += 1
             self.detach(request)
             self._kv.release(request, fence=0)

@@ -183,12 +183,8 @@ class MultiScheduler(NullSchedulerConnector):
             # A report that names no child is about an unknown transfer and is dropped.
             reports.get(report.transfer_id.child, []).append(_of_child(report, ""))
         outputs = {name: KVConnectorOutput(tuple(of_child)) for name, of_child in reports.items()}
-        return [
-            event
-            for name, child in self._children.items()
-            for event in child.update_connector_output(outputs[name])
-            if self._is_last(name, event)
-        ]
+        ended = {name: child.update_connector_output(outputs[name]) for name, child in self._children.items()}
+        return [event for name, events in ended.items() for event in events if self._is_last(name, event)]
 
     def _is_last(self, name: str, event: ConnectorEvent) -> bool:
         """Returns whether an event of a child is one of all: a hold ends when the last of its holders has ended it."""

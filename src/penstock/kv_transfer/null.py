@@ -33,10 +33,7 @@ class NullSchedulerConnector:
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         """Passes the payloads on by tensor rank. Raises ConfigError if there are pipeline ranks above 0."""
         if any(pp_rank > 0 for pp_rank, _ in payloads):
-            raise ConfigError(
-                f"{type(self).__name__} does not support pipeline ranks: set pipeline_parallel_size to 1, or choose "
-                "another kv_connector"
-            )
+            raise ConfigError(f"{type(self).__name__} does not support pipeline ranks: set pipeline_parallel_size to 1")
         self.set_xfer_handshake_metadata({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
 
     def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:

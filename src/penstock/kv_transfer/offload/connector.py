@@ -112,9 +112,7 @@ def _make_region(cache: KVCacheConfig, num_bytes: int) -> OffloadRegion:
     most = (num_bytes - chunks.chunk_bytes) // chunks.state_bytes
     if most < 1:
         least = chunks.chunk_bytes + chunks.state_bytes
-        raise ConfigError(
-            f"cpu_bytes_to_use must be at least {least}, the bytes of one KV block and one state of recurrent layers"
-        )
+        raise ConfigError(f"cpu_bytes_to_use must be at least {least}, one KV block and one state of recurrent layers")
     num_states = min(max(1, wanted), most)
     states = StateChunks(chunks.state_group, num_states, chunks.state_bytes)
     num_chunks = (num_bytes - num_states * chunks.state_bytes) // chunks.chunk_bytes

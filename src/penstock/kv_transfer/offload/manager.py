@@ -224,6 +224,12 @@ class OffloadingManager:
         missing = (index for index, key in enumerate(keys) if self.lookup(key) is LookupResult.MISS)
         return next(missing, len(keys))
 
+    def give_up(self, keys: Iterable[OffloadKey]) -> None:
+        """Treats keys as missing whose promotion takes too long, until it ends."""
+        for key in keys:
+            if key in self._chunks and self._chunks[key].state is ChunkState.PROMOTING:
+                self._doom(key)
+
     def prepare_load(self, keys: Sequence[OffloadKey]) -> list[StoredChunk]:
         """Pins chunks that `lookup` just found, ordered from the head of their prompt, until `complete_load`."""
         chunks = [self._chunks[key] for key in keys]

@@ -95,6 +95,7 @@ class _Request:
     num_loaded_blocks: int = 0
     num_offered_blocks: int = 0
     promoting_since: float | None = None
+    awaited: tuple[OffloadKey, ...] = ()
     # The keys of blocks of tokens, and those of states.
     prompts: tuple[Prompt, Prompt] = field(default_factory=lambda: (Prompt(), Prompt()))
 
@@ -203,27 +204,28 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         size, state = self._cache.block_size, self._requests[request.request_id]
+        if state.promoting_since is not None and state.awaited and self._is_pending(state.awaited[-1]):
+            return PENDING  # without a look at all blocks in every step
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
         if state.max_load_blocks is not None:
             most = min(most, first + state.max_load_blocks - state.num_loaded_blocks)
         length = self._longest(request.block_hashes, first, most, self._will_be_here)
         keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
-        if not keys or not self._is_worth_it(state, keys, length - first):
-            state.promoting_since = None
-            return NO_MATCH
-        for start, of_group in self._needed(request.block_hashes, first, length):
-            if of_group:
-                self._manager.promote(of_group, self._place(of_group[0][0], start))
-        if any(self._manager.lookup(key) is LookupResult.PENDING for key in keys):
-            if state.promoting_since is None:
-                state.promoting_since = self._clock.now()
-            return PENDING
-        # If the CPU tier has no room for all of it, a shorter prefix may be loadable.
-        length = self._longest(request.block_hashes, first, length, self._is_here)
-        if length == first:
-            state.promoting_since = None
-            return NO_MATCH
-        return Match((length - first) * size, is_async=True)
+        if keys and self._is_worth_it(state, keys, length - first):
+            for start, of_group in self._needed(request.block_hashes, first, length):
+                if of_group:
+                    self._manager.promote(of_group, self._place(of_group[0][0], start))
+            state.awaited = tuple(filter(self._is_pending, keys))
+            if state.awaited:
+                if state.promoting_since is None:
+                    state.promoting_since = self._clock.now()
+                return PENDING
+            # If the CPU tier has no room for all of it, a shorter prefix may be loadable.
+            length = self._longest(request.block_hashes, first, length, self._is_here)
+            if length > first:
+                return Match((length - first) * size, is_async=True)
+        state.promoting_since = None
+        return NO_MATCH
 
     def _place(self, group: int, index: int) -> int:
         """Returns the place of a block in its prompt: of KV the tail leaves a tier first, of states the head, because
@@ -234,8 +236,11 @@ class OffloadingScheduler(NullSchedulerConnector):
     def _is_here(self, key: OffloadKey) -> bool:
         return self._manager.lookup(key) is LookupResult.HIT
 
+    def _is_pending(self, key: OffloadKey) -> bool:
+        return self._manager.lookup(key) is LookupResult.PENDING
+
     def _will_be_here(self, key: OffloadKey) -> bool:
-        return self._manager.lookup(key) is LookupResult.PENDING or self._manager.medium_of(key) is not None
+        return self._is_pending(key) or self._manager.medium_of(key) is not None
 
     def _longest(self, hashes: Sequence[bytes], first: int, most: int, has: Callable[[OffloadKey], bool]) -> int:
         """Returns the largest number of blocks, at least `first`, for which every group has the blocks it needs."""
@@ -303,6 +308,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._new_loads.append(OffloadLoad(job_id, blocks))
 
     def cancel_load(self, request: RequestView) -> None:
+        state = self._requests[request.request_id]
+        if state.promoting_since is not None:
+            self._manager.give_up(state.awaited)
         for load in self._ledger:
             if isinstance(load, _Load) and load.transfer_id.number == request.hold_id.number:
                 load.is_cancelled = True

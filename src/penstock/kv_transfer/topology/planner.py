@@ -133,9 +133,7 @@ class SliceShape:
     def of(cls, layer: LayerLayout, part: LayerSlice) -> SliceShape:
         first, end = part.heads
         if not layer.heads[0] <= first < end <= layer.heads[1]:
-            raise PeerError(
-                f"layer {layer.name!r}: KV heads {part.heads} are not among the heads {layer.heads} of a shard"
-            )
+            raise PeerError(f"layer {layer.name!r}: KV heads {part.heads} are not among {layer.heads} of a shard")
         return cls(
             block=extent(layer, "block"),
             token=extent(layer, "token"),

@@ -93,10 +93,11 @@ class ChunkFolder:
         head = self._head(key, attached_digest)
         temporary = self._folder / f"{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
         try:
-            with mmap.mmap(-1, _PAGE) as page, self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                page.write(_first_page(head, digest(head, payload)))
-                with memoryview(page) as first:
-                    _write_all(file.fileno(), first)
+            # Not closed here: an error's traceback may still refer to it.
+            page = mmap.mmap(-1, _PAGE)
+            page.write(_first_page(head, digest(head, payload)))
+            with self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                _write_all(file.fileno(), memoryview(page))
                 _write_all(file.fileno(), payload)
                 os.fsync(file.fileno())
             os.replace(temporary, self._path(key))
@@ -107,12 +108,12 @@ class ChunkFolder:
 
     def read(self, key: OffloadKey, payload: memoryview) -> VerifiedChunk | None:
         """Fills `payload`; None, with an undefined `payload`, unless the file is what `write` made for this key."""
-        with mmap.mmap(-1, _PAGE) as page, self._open(self._path(key), os.O_RDONLY) as file:
+        page = mmap.mmap(-1, _PAGE)
+        with self._open(self._path(key), os.O_RDONLY) as file:
             if os.fstat(file.fileno()).st_size != self.file_bytes:
                 return None
-            with memoryview(page) as first:
-                if not (_read_all(file.fileno(), first) and _read_all(file.fileno(), payload)):
-                    return None
+            if not (_read_all(file.fileno(), memoryview(page)) and _read_all(file.fileno(), payload)):
+                return None
             *_, num_attached, attached = _HEAD.unpack_from(page)
             attached_digest = attached if num_attached else None
             head = self._head(key, attached_digest)
