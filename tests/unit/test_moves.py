@@ -182,6 +182,25 @@ def test_a_connection_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatc
     assert len(attempts) == 2
 
 
+def test_a_very_long_read_has_several_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport has a limit, which blocks of different sizes reach with some ten thousand tokens."""
+    rig = Rig()
+    whole, read_whole = rig.here.submit, list[np.ndarray]()
+    monkeypatch.setattr(rig.here, "submit", lambda peer, runs: read_whole.append(runs) or whole(peer, runs))
+    read = rig.read("first")
+    rig.clock.advance(2.0)
+    assert rig.advance(read) == [TransferState.DONE] * 2
+    assert len(read_whole) == 2
+    monkeypatch.setattr("penstock.kv_transfer.p2p.moves._MOST_RUNS", 3)
+    parts = list[np.ndarray]()
+    monkeypatch.setattr(rig.here, "submit", lambda peer, runs: parts.append(runs) or whole(peer, runs))
+    read = rig.read("second")
+    rig.clock.advance(2.0)
+    assert rig.advance(read) == [TransferState.DONE] * len(parts)
+    assert max(map(len, parts)) == 3
+    assert np.array_equal(np.concatenate(parts), np.concatenate(read_whole))
+
+
 def test_a_read_that_is_given_up_ends_no_other_one() -> None:
     rig = Rig()
     reads = [rig.read("first"), rig.read("second")]

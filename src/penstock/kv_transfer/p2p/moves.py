@@ -16,6 +16,9 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+_MOST_RUNS = 1 << 19
+"""Of a transfer; every transport accepts so many. If the engines' blocks differ in size, a long prompt has more."""
+
 Slices = tuple[LayerSlice, ...]
 """The parts of layers that one rank sends to another."""
 
@@ -31,7 +34,8 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """All that a rank knows of a job: at most one transfer from each rank of `peer`, then the comparison of digests.
+    """All that a rank knows of a job: transfers from each rank of `peer`, several if it is very long, and then the
+    comparison of digests.
 
     `parts` has the transfers that have not begun; `retried` has the ranks to which a connection has been made again.
     `check` is the comparison, which reads the bytes when all transfers have ended (`have_landed`). It yields the number
@@ -106,7 +110,7 @@ class Mover:
         return (each for each in read.transfers if not each.is_cut and not self._transport.poll(each.handle).is_settled)
 
     def _begin(self, read: Read) -> None:
-        """Begins one transfer with each rank that is connected by now."""
+        """Begins the transfers with each rank that is connected by now."""
         job = read.job
         tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
         try:
@@ -117,7 +121,8 @@ class Mover:
                     return
                 runs = plan_runs(self._layout, other.layout, slices, tables, job.first, job.end)
                 try:
-                    handle = self._transport.submit(peer, runs)
+                    for at in range(0, max(1, len(runs)), _MOST_RUNS):
+                        read.transfers.append(_Transfer(peer, self._transport.submit(peer, runs[at : at + _MOST_RUNS])))
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)
@@ -125,7 +130,6 @@ class Mover:
                         raise
                     read.retried.add(shard)
                     return
-                read.transfers.append(_Transfer(peer, handle))
                 del read.parts[shard]
         except PeerError as error:
             logger.warning("KV of %s cannot be moved: %s", job.job_id, error)
