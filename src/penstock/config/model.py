@@ -177,7 +177,7 @@ def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConf
         config = _parse(path, with_defaults(text), dtype)
         return config if text.get("model_type") == raw.get("model_type") else replace(config, wrapper=raw["model_type"])
     except KeyError as error:
-        raise ConfigError(f"{file} lacks the field {error.args[0]!r}") from None
+        raise ConfigError(f"{file} lacks the field {error.args[0]!r} (model_type {text['model_type']!r})") from None
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{file} cannot be used: {error}") from None
 

@@ -85,9 +85,7 @@ class SocketChannel:
             except OSError as error:
                 for each in self._listeners:
                     each.close()
-                raise ConfigError(
-                    f"the KV connector cannot listen on {host}, {option} {port}: {error}: choose another {option}"
-                ) from None
+                raise ConfigError(f"cannot listen on {host}, {option} {port}: {error}: choose another one") from None
         self._addresses: list[Address] = [(host, each.getsockname()[1]) for each in self._listeners]
         self.address = self._addresses[0] if self._addresses else (host, 0)
         self._local = local
