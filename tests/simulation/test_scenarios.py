@@ -209,6 +209,12 @@ print([run_scenario(name, seed).digest for name in ("everything", "tiny_pool", "
 """
 
 
+@pytest.mark.parametrize(("name", "seed"), [("routing_of_halves", 1069469394537), ("routing_with_siblings", 500466)])
+def test_a_router_that_forgot_a_speed_or_whose_instance_changed_may_learn_again(name: str, seed: int) -> None:
+    result = run_scenario(name, seed)
+    assert not result.violation, f"{result.violation}\n{replay_line(name, seed)}"
+
+
 def test_a_seed_determines_a_run() -> None:
     digests = set()
     for hash_seed in ("0", "1", "4711"):

@@ -191,6 +191,9 @@ def test_a_very_long_read_has_several_transfers(monkeypatch: pytest.MonkeyPatch)
     rig.clock.advance(2.0)
     assert rig.advance(read) == [TransferState.DONE] * 2
     assert len(read_whole) == 2
+    with monkeypatch.context() as nothing:
+        nothing.setattr("penstock.kv_transfer.p2p.moves.plan_runs", lambda *_: np.empty((0, 3), np.int64))
+        assert len(rig.read("empty").transfers) == 2
     monkeypatch.setattr("penstock.kv_transfer.p2p.moves._MOST_RUNS", 3)
     parts = list[np.ndarray]()
     monkeypatch.setattr(rig.here, "submit", lambda peer, runs: parts.append(runs) or whole(peer, runs))

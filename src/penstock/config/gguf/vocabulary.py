@@ -143,9 +143,7 @@ def read_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
 def read_sampling(file: GGUFFile) -> dict[str, Any]:
     """Returns the sampling that the model's authors recommend, as in `generation_config.json`."""
     found = {name: file.metadata.get(f"general.sampling.{name}") for name in (*_RENAMED, "top_k", "top_p", "min_p")}
-    # Numbers are stored in float32: 0.95 would be 0.949999988.
-    rounded = {name: float(f"{n:.6g}") if isinstance(n, float) else n for name, n in found.items() if n is not None}
-    return {_RENAMED.get(name, name): value for name, value in rounded.items()}
+    return {_RENAMED.get(name, name): value for name, value in found.items() if value is not None}
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
