@@ -16,6 +16,7 @@ from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.utils.clock import ManualClock
@@ -96,6 +97,32 @@ def test_loads_are_not_counted_for_every_request() -> None:
     assert plan.num_scheduled_tokens == {}
     assert scheduler.stats().num_waiting_for_remote_kv == 200
     assert scheduler._remote.num_waiting == 200
+
+
+def test_the_prefix_of_a_preempted_request_is_counted_once() -> None:
+    """Two requests grow to four blocks each, and there are six: what the second finds again of its own is no hit."""
+    group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, max_model_len=16)
+    scheduler = Scheduler(config, KVCacheManager(KVCacheConfig(7, BLOCK_SIZE, (group,)), True), None)
+    for number in range(2):
+        prompt = tuple(range(100 * number, 100 * number + 8))
+        scheduler.add_request(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(max_tokens=8),
+                max_tokens=8,
+                seed=0,
+            )
+        )
+    while scheduler.has_unfinished_requests:
+        plan = scheduler.schedule()
+        assert plan is not None
+        sampled = dict.fromkeys(plan.num_scheduled_tokens, (7,))
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids=sampled))
+    stats = scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (16, 0)
 
 
 class StillFetches(NullSchedulerConnector):
