@@ -324,6 +324,32 @@ def test_a_file_of_modelopt_names_the_format_where_config_json_does_not(algorith
             load_model_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "method"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True, "sym": True}, "gptq"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_files_of_the_first_versions_of_autogptq_and_autoawq(
+    name: str, fields: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    config = json.loads((Path(resolve_model_path("demo")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / name).write_text(json.dumps(fields))
+    found = load_model_config(tmp_path).quantization
+    assert found is not None
+    assert (found.name, found.bits, found.group, found.is_reordered) == (method, 4, 32, method == "gptq")
+    (tmp_path / name).write_text(json.dumps({**fields, "bits": 3, "w_bit": 3}))
+    with pytest.raises(ConfigError, match=r"bits? is 3"):
+        load_model_config(tmp_path)
+    # What config.json says comes first.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": compressed()}))
+    found = load_model_config(tmp_path).quantization
+    assert found is not None
+    assert found.name == "compressed-tensors"
+
+
 def test_the_first_name_of_compressed_tensors_field(tmp_path: Path) -> None:
     config = json.loads((Path(resolve_model_path("demo")) / "config.json").read_text())
     for name in ("quantization_config", "compression_config"):

@@ -38,7 +38,7 @@ from penstock.config.layer_heads import (
     read_per_layer_inputs,
 )
 from penstock.config.nemotron import FEED_FORWARD
-from penstock.config.quantization import GGUF, MODELOPT, QuantizationConfig, read_quantization
+from penstock.config.quantization import AWQ, GGUF, GPTQ, MODELOPT, QuantizationConfig, read_quantization
 from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, MambaSizes, read_conv, read_delta, read_mamba
 from penstock.config.rope import FULL, SLIDING, RopeConfig, read_ropes
 from penstock.utils.errors import ConfigError
@@ -197,17 +197,21 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _find_quantization(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what `config.json` or a file of ModelOpt's says of the weights, as `quantization_config` does."""
+    """Returns what `config.json` or another file says of the weights, as `quantization_config` does."""
     # The first versions of compressed-tensors wrote the second name.
     stated: Any = raw.get("quantization_config") or raw.get("compression_config")
+    # AutoGPTQ's and AutoAWQ's first versions wrote files of their own.
+    for name, method in () if stated else (("quantize_config.json", GPTQ), ("quant_config.json", AWQ)):
+        if (fields := read_json(path / name)) is not None:
+            return {"quant_method": method, **fields}
     file = path / "hf_quant_config.json"
     other = None if stated else read_json(file)
     if other is None:
         return stated
-    fields: Any = other.get("quantization")
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{file}: quantization must be a JSON object, got {fields!r}")
-    return {**fields, "quant_method": MODELOPT}
+    inner: Any = other.get("quantization")
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{file}: quantization must be a JSON object, got {inner!r}")
+    return {**inner, "quant_method": MODELOPT}
 
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:

@@ -152,11 +152,12 @@ def _read_gptq(reader: _Reader) -> QuantizationConfig:
 
 
 def _read_awq(reader: _Reader) -> QuantizationConfig:
-    reader.check("bits", (4,))
+    # AutoAWQ's own file has other names.
+    reader.check("w_bit" if "w_bit" in reader.fields else "bits", (4,))
     version = reader.fields.get("version")
     if str(version).lower() not in ("gemm", "none"):
         reader.check("version", ("gemm",))
-    return QuantizationConfig(AWQ, 4, reader.group())
+    return QuantizationConfig(AWQ, 4, reader.group("q_group_size" if "q_group_size" in reader.fields else "group_size"))
 
 
 def _read_auto_round(reader: _Reader) -> QuantizationConfig:

@@ -212,7 +212,6 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
         for name, stored in _YARN.items():
             if f"rope.scaling.{stored}" in fields:
                 scaling[name] = fields[f"rope.scaling.{stored}"]
-        given = scaling.get("attention_factor", 0.0)
-        if abs(given * yarn_amplitude(scaling["factor"]) - 1.0) < 1e-3:
+        if abs(scaling.get("attention_factor", 0.0) * yarn_amplitude(scaling["factor"]) - 1.0) < 1e-3:
             scaling["attention_factor"] = 1.0  # the file has what YaRN's own factor is multiplied by (`attn_factor`)
     return scaling | family.scaling(fields)

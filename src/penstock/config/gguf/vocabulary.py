@@ -148,8 +148,7 @@ def read_sampling(file: GGUFFile) -> dict[str, Any]:
 
 def end_tokens(file: GGUFFile) -> list[int]:
     """Returns the ids of the tokens that end an answer."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    named = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
+    named = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     tokens = _tokens(file)
     # Files do not name all of them, so llama.cpp knows them by their text.
     ends = {*_END_OF_TEXT, *_END_OF_TURN, *_HARMONY} - ({"<|end|>"} if set(tokens) >= _HARMONY else set())
