@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
 from msgspec.structs import replace
 
+from penstock.kv_transfer.p2p import digests as digests_module
+from penstock.kv_transfer.p2p.digests import UnitDigests
 from penstock.kv_transfer.p2p.jobs import WorkerJobs
 from penstock.kv_transfer.p2p.messages import VERSION, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.topology.layouts import check_layout
+from penstock.kv_transfer.topology.pieces import digest_order, unit_runs
+from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.transports.base import PeerId
+from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId, TransferReport, TransferStatus
 from penstock.simulation.memory_transport import MemoryFabric
@@ -54,6 +60,33 @@ def test_a_peer_in_whose_order_nothing_can_be_digested_is_refused() -> None:
     WorkerJobs("epoch", own, 1).register(hello(layout), is_source=True)
     with pytest.raises(PeerError, match=r"axes \['head', 'kv'\] that the other engine's order"):
         WorkerJobs("epoch", own, 1).register(hello(with_unknown_layer(layout)), is_source=True)
+
+
+def test_the_bytes_of_many_units_are_found_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between blocks of different sizes, finding them all would keep a step waiting."""
+    memory = make_memory(num_blocks=40)
+    rng = random.Random(0)
+    for region in memory.region_memory():
+        region[:] = rng.randbytes(len(region))
+    slices = sources(memory.layout, {RANK: memory.layout}, RANK)[RANK]
+    order = digest_order(memory.layout)
+
+    def units() -> Iterator[tuple[int, bytes, int]]:
+        digests = UnitDigests(memory.layout, memory.region_memory())
+        return digests.of(slices, order, [*range(1, 20), NULL_BLOCK, *range(21, 39)], 0, 2, 151, 4)
+
+    whole = list(units())
+    assert [token for token, *_ in whole] == [2, *range(4, 151, 4)]
+    assert [token for token, each, _ in whole if not each] == [76], "it has no block"
+    calls: list[int] = []
+    monkeypatch.setattr(digests_module, "unit_runs", lambda *given: calls.append(1) or unit_runs(*given))
+    for at_once, num_calls in ((5, 8), (19, 2), (38, 1), (37, 2)):
+        monkeypatch.setattr(digests_module, "_AT_ONCE", at_once)
+        calls.clear()
+        found = units()
+        assert len(calls) == 1
+        assert list(found) == whole
+        assert len(calls) == num_calls
 
 
 @pytest.mark.parametrize("first", [-1, (1 << 64) - 1])

@@ -136,9 +136,7 @@ def check_ranges(offsets: np.ndarray, sizes: np.ndarray, num_bytes: int, whose: 
     is_bad = (offsets < 0) | (sizes < 0) | (offsets > num_bytes) | (sizes > num_bytes - offsets)
     if is_bad.any():
         at = int(is_bad.argmax())
-        raise PeerError(
-            f"run {at} is outside the {whose} memory: {sizes[at]} bytes at {offsets[at]}, and it has {num_bytes}"
-        )
+        raise PeerError(f"run {at} is outside the {whose} memory of {num_bytes}: {sizes[at]} bytes at {offsets[at]}")
 
 
 def check_runs(runs: np.ndarray, local_bytes: int, remote_bytes: int) -> None:
