@@ -95,9 +95,12 @@ def test_instructions_and_roles_are_turns(client: OpenAI) -> None:
 def test_events_of_a_text(client: OpenAI) -> None:
     events = list(client.responses.create(model="demo", input="What are you?", max_output_tokens=5, stream=True))
     kinds = [event.type for event in events]
+    # Tokens that a busy server has ready at once come together.
+    num_deltas = kinds.count("response.output_text.delta")
+    assert 1 <= num_deltas <= 5
     assert kinds == [
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        *["response.output_text.delta"] * 5, "response.output_text.done", "response.content_part.done",
+        *["response.output_text.delta"] * num_deltas, "response.output_text.done", "response.content_part.done",
         "response.output_item.done", "response.incomplete",
     ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -180,5 +180,5 @@ def check_second_turn(conversation: Conversation, folder: Path) -> None:
 
 
 def test_a_memory_tier_that_is_too_small_for_a_state(conversation: Conversation) -> None:
-    with pytest.raises(ConfigError, match=r"at least \d+, the bytes of one KV block and one state"):
+    with pytest.raises(ConfigError, match=r"at least \d+, one KV block and one state"):
         engine(conversation.path, enable_prefix_caching=True, kv_transfer_config=offloading(cpu_bytes_to_use=1 << 12))

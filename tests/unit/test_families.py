@@ -151,6 +151,9 @@ def test_a_context_that_was_extended_by_hand_keeps_the_base() -> None:
     for name in ("rope_type", "type"):
         config = parse("qwen3", rope_parameters=stored, rope_scaling={name: "yarn", **yarn})
         assert (config.rope.rope_type, config.rope.theta, config.rope.scaling["factor"]) == ("yarn", 1e6, 4.0)
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "rope_theta": 1e5}
+    config = parse("phi3", rope_parameters=longrope, rope_scaling={"rope_type": "yarn", **yarn})
+    assert (config.rope.rope_type, config.rope.theta) == ("yarn", 1e5)
     by_kind = {"full_attention": {**stored, "rope_theta": 1e7}, "sliding_attention": stored}
     config = parse("olmo3", rope_parameters=by_kind, rope_scaling={"rope_type": "yarn", **yarn})
     assert (config.rope.rope_type, config.rope.theta) == ("default", 1e7)

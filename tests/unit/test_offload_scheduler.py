@@ -360,6 +360,9 @@ def test_a_request_that_waits_does_not_look_at_all_its_blocks_again(monkeypatch:
         looked_up.clear()
         assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
         assert looked_up == [make_key(7)]
+        # Another request has computed the prompt meanwhile.
+        assert scheduler.get_num_new_matched_tokens(request, 32) == NO_MATCH
+        assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
     scheduler.update_connector_output(KVConnectorOutput())
     assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 32
     begin_load(scheduler, request, (tuple(range(1, 9)),), end=32)  # asks again: there were no free blocks
@@ -376,6 +379,9 @@ def test_what_a_hung_tier_has_is_computed_after_one_request_has_waited() -> None
     waiting, also, other = (add_request(scheduler, name, 3) for name in ("waiting", "also", "other"))
     assert scheduler.get_num_new_matched_tokens(waiting, 0) == PENDING
     assert scheduler.get_num_new_matched_tokens(also, 0) == PENDING
+    scheduler.cancel_load(waiting)
+    assert scheduler.get_num_new_matched_tokens(also, 0) == PENDING, "what it awaits has just begun"
+    scheduler._clock.advance(3.1)
     scheduler.cancel_load(waiting)
     assert scheduler.get_num_new_matched_tokens(also, 0).num_tokens == 4, "what memory has"
     assert scheduler.get_num_new_matched_tokens(other, 0).num_tokens == 4

@@ -527,7 +527,7 @@ def test_a_channel_without_ports_only_dials() -> None:
 def test_a_port_in_use_is_refused_by_the_name_of_its_option(option: str) -> None:
     with channels(1) as (other,):
         taken = other.address[1]
-        with pytest.raises(ConfigError, match=rf"{option} {taken}: .*Address already in use.*choose another {option}"):
+        with pytest.raises(ConfigError, match=rf"{option} {taken}: .*Address already in use.*choose another one"):
             SocketChannel(HOST, {**PORT, "bootstrap_port": 0, option: taken}, KEY)
 
 

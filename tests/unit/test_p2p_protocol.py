@@ -712,26 +712,6 @@ def test_a_reader_that_arrives_after_its_request_has_failed_does_not_wait() -> N
     assert answers(producer) == []
 
 
-@pytest.mark.parametrize("is_read", [True, False], ids=["read", "expired"])
-def test_a_reader_that_arrives_after_the_hold_has_ended_does_not_wait(is_read: bool) -> None:
-    """It would keep its blocks and its place meanwhile; it does wait if the request is repeated."""
-    producer = make_producer(replace(RULES, is_attested=False))
-    offer(producer, 0.0, "x")
-    if is_read:
-        producer.receive(PEER, fetch(rendezvous="x"), 0.0)
-        producer.receive(PEER, Done(LOAD), 0.0)
-    now = 1.0 if is_read else RULES.hold_seconds
-    producer.poll(now)
-    answers(producer)
-    producer.receive(PEER, fetch("late", rendezvous="x"), now)
-    assert refusals(producer) == [(named("late"), Reason.PREFILL_FAILED)]
-    offer(producer, now, "x")
-    producer.take_actions()
-    producer.receive(PEER, fetch("new", rendezvous="x"), now)
-    assert [type(each) for each in answers(producer)] == [Grant]
-    producer.check_integrity()
-
-
 def test_kv_whose_reader_has_aborted_is_not_held() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -37,8 +39,14 @@ def test_a_factor_of_yarn_s_own_amplitude() -> None:
     """Of DeepSeek's distillation into Qwen3, which makes the amplitude 1. An amplitude that is stated comes first."""
     yarn, attn_factor = ROPES["yarn"].scaling, 0.8782488562869419
     assert float(rotary_table(ROPES["yarn"], 64, 1)[0, 0]) == pytest.approx(1 / attn_factor)
-    for given, amplitude in (({}, 1.0), ({"attention_factor": 1.5}, 1.5)):
-        rope = RopeConfig(theta=1e6, rope_type="yarn", scaling={**yarn, **given, "attn_factor": attn_factor})
+    mscales = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    for given, amplitude in (
+        ({}, 1.0),
+        ({"attention_factor": 1.5}, 1.5),
+        (mscales, 1 / (1 + 0.05 * math.log(4))),
+        ({"attn_factor": None}, 1 / attn_factor),
+    ):
+        rope = RopeConfig(theta=1e6, rope_type="yarn", scaling={**yarn, "attn_factor": attn_factor, **given})
         assert float(rotary_table(rope, 64, 1)[0, 0]) == pytest.approx(amplitude)
 
 

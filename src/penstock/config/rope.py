@@ -71,8 +71,8 @@ def read_ropes(raw: Mapping[str, Any], layer_types: tuple[str, ...]) -> LayerRop
     """Raises ConfigError for a partial rotation that the model type does not have."""
     given: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     if raw.get("rope_scaling") and not any(isinstance(each, dict) for each in given.values()):
-        # The older field may have been added by hand to extend the context; it lacks the base, for example.
-        given = {**{name: given[name] for name in given if name != "rope_type"}, **raw["rope_scaling"]}
+        # The older field may have been added by hand to extend the context: it lacks what is not of its rule.
+        given = {**{name: given.get(name) for name in ("rope_theta", "partial_rotary_factor")}, **raw["rope_scaling"]}
     by_type = {kind: dict(given[kind]) for kind in (FULL, SLIDING) if isinstance(given.get(kind), dict)}
     full = by_type.get(FULL, {} if by_type else given)
     window = None

@@ -51,8 +51,8 @@ MAX_QUARANTINE = 0.25
 # About so many pending requests are looked at in one round, because the time of each lookup is proportional to the
 # blocks of the prompt.
 _MAX_PENDING = 64
-# No load is overdue before its deadline has been checked so often, once for each step: it takes some steps to begin it
-# and to learn that it has ended, which may be long ones.
+# No load is overdue before its deadline has been checked so often, once in each round of the scheduler. Steps may be
+# long, and it takes some to begin a load and to learn that it has ended.
 _LEAST_CHECKS = 5
 
 

@@ -112,11 +112,11 @@ def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torc
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    amplitude = p.get("attention_factor")
-    if amplitude is None and p.get("mscale") and p.get("mscale_all_dim"):
-        amplitude = yarn_amplitude(factor, p["mscale"]) / yarn_amplitude(factor, p["mscale_all_dim"])
-    elif amplitude is None:
-        amplitude = yarn_amplitude(factor) * p.get("attn_factor", 1.0)  # as vLLM
+    amplitude, has_both = p.get("attention_factor"), p.get("mscale") and p.get("mscale_all_dim")
+    if amplitude is None:
+        amplitude = yarn_amplitude(factor, p["mscale"] if has_both else 1.0)
+        amplitude /= yarn_amplitude(factor, p["mscale_all_dim"]) if has_both else 1.0
+        amplitude *= p.get("attn_factor") or 1.0  # as vLLM
     return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(amplitude)
 
 

@@ -225,7 +225,7 @@ class OffloadingManager:
         return next(missing, len(keys))
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
-        """Treats keys as missing whose promotion takes too long, until it ends."""
+        """Treats keys as missing, whose promotion takes too long, until it ends."""
         for key in keys:
             if key in self._chunks and self._chunks[key].state is ChunkState.PROMOTING:
                 self._doom(key)

@@ -65,6 +65,8 @@ _PREFILL_TOKENS = 64
 # A request offers so many bytes of the blocks that it found in the engine's cache, or as many of them as new ones, at a
 # time: a step is not to wait until a long prompt is copied.
 _OLD_BYTES = 16 << 20
+# A promotion that a request has awaited for so long is given up if the request gives up.
+_STALLED_SECONDS = 3.0
 _PARAMS = "kv_transfer_params"
 _COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
 _TIER_COUNTERS = tuple(each.name for each in fields(TierStats) if each.name != "medium")
@@ -95,7 +97,8 @@ class _Request:
     num_loaded_blocks: int = 0
     num_offered_blocks: int = 0
     promoting_since: float | None = None
-    awaited: tuple[OffloadKey, ...] = ()
+    # Keys that have not come yet, the tokens that the request had computed then, and since when it awaits these keys.
+    awaited: tuple[tuple[OffloadKey, ...], int, float] | None = None
     # The keys of blocks of tokens, and those of states.
     prompts: tuple[Prompt, Prompt] = field(default_factory=lambda: (Prompt(), Prompt()))
 
@@ -204,7 +207,9 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         size, state = self._cache.block_size, self._requests[request.request_id]
-        if state.promoting_since is not None and state.awaited and self._is_pending(state.awaited[-1]):
+        awaited, state.awaited = state.awaited, None
+        if awaited is not None and awaited[1] == num_computed_tokens and self._is_pending(awaited[0][-1]):
+            state.awaited = awaited
             return PENDING  # without a look at all blocks in every step
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
         if state.max_load_blocks is not None:
@@ -215,8 +220,8 @@ class OffloadingScheduler(NullSchedulerConnector):
             for start, of_group in self._needed(request.block_hashes, first, length):
                 if of_group:
                     self._manager.promote(of_group, self._place(of_group[0][0], start))
-            state.awaited = tuple(filter(self._is_pending, keys))
-            if state.awaited:
+            if pending := tuple(filter(self._is_pending, keys)):
+                state.awaited = pending, num_computed_tokens, self._clock.now()
                 if state.promoting_since is None:
                     state.promoting_since = self._clock.now()
                 return PENDING
@@ -308,9 +313,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._new_loads.append(OffloadLoad(job_id, blocks))
 
     def cancel_load(self, request: RequestView) -> None:
-        state = self._requests[request.request_id]
-        if state.promoting_since is not None:
-            self._manager.give_up(state.awaited)
+        awaited = self._requests[request.request_id].awaited
+        if awaited is not None and self._clock.now() - awaited[2] > _STALLED_SECONDS:
+            self._manager.give_up(awaited[0])
         for load in self._ledger:
             if isinstance(load, _Load) and load.transfer_id.number == request.hold_id.number:
                 load.is_cancelled = True

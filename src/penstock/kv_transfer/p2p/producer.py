@@ -101,7 +101,7 @@ class Sent:
 
 ProducerAction = Send | Digest | StopDigest | Release | Sent
 
-_ENDED = "the request has ended, and its KV is not held any more"
+_ENDED = "the request has ended, and its KV is not held"
 _MAX_DIGESTS = MAX_MESSAGE_BYTES // 32  # each has 16 bytes, and its frame
 _ReaderKey = tuple[PeerKey, TransferId]
 
@@ -151,8 +151,8 @@ class _Hold:
 
 @dataclass(slots=True)
 class _Closed:
-    """A rendezvous that one side has left: the request of this engine, or its reader. Then `hold_seconds` says how long
-    a request that still ends is held, in case the reader comes again."""
+    """A rendezvous that one side has given up: the request of this engine, or its reader. Then `hold_seconds` says how
+    long a request that still ends is held, in case the reader comes again."""
 
     hold_seconds: float | None
     deadline: float
@@ -316,7 +316,6 @@ class Producer:
         for hold in [hold for hold in state.holds.values() if hold.deadline <= now]:
             self.counts.num_expired += 1
             self._release(hold)
-            self._close(hold.rendezvous, now, hold_seconds=None)
 
     @property
     def next_deadline(self) -> float | None:
@@ -447,7 +446,6 @@ class Producer:
         is_valid = hold is not None and hold.state is HoldState.GRANTED and now < hold.deadline
         if hold is not None and hold.reader is not None and hold.state is HoldState.GRANTED:
             self._release(hold)
-            self._close(hold.rendezvous, now, hold_seconds=None)
             if is_valid:
                 fetch = hold.reader.fetch
                 self.counts.num_completed += 1
