@@ -205,6 +205,21 @@ def test_a_match_that_was_pending_for_too_long_is_cancelled() -> None:
     assert connector.cancelled == ["r"]
 
 
+def test_a_connector_that_cannot_cancel_a_pending_match_ends_its_request_alone() -> None:
+    class Failing(PendingConnector):
+        def cancel_load(self, request: RequestView) -> None:
+            raise KeyError(request.request_id)
+
+    clock = ManualClock()
+    scheduler = Scheduler(CONFIG, make_kv(20), None, KVTransfer(Failing(), load_timeout=1.0, clock=clock))
+    scheduler.add_request(make_request("r", 0, num_tokens=13))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    clock.advance(1.0)
+    outputs = scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput())
+    assert [(each.request_id, each.finish_reason) for each in outputs] == [("r", FinishReason.ERROR)]
+    scheduler.check_integrity()
+
+
 def test_the_load_of_a_request_that_ends_is_cancelled() -> None:
     connector = LosingConnector()
     several = MultiScheduler({"idle": NullSchedulerConnector(), "loads": connector})

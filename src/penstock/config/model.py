@@ -202,16 +202,16 @@ def _find_quantization(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | N
     stated: Any = raw.get("quantization_config") or raw.get("compression_config")
     # AutoGPTQ's and AutoAWQ's first versions wrote files of their own.
     for name, method in () if stated else (("quantize_config.json", GPTQ), ("quant_config.json", AWQ)):
-        if (fields := read_json(path / name)) is not None:
-            return {"quant_method": method, **fields}
+        if (found := read_json(path / name)) is not None:
+            return {"quant_method": method, **found}
     file = path / "hf_quant_config.json"
     other = None if stated else read_json(file)
     if other is None:
         return stated
-    inner: Any = other.get("quantization")
-    if not isinstance(inner, dict):
-        raise ConfigError(f"{file}: quantization must be a JSON object, got {inner!r}")
-    return {**inner, "quant_method": MODELOPT}
+    fields: Any = other.get("quantization")
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file}: quantization must be a JSON object, got {fields!r}")
+    return {**fields, "quant_method": MODELOPT}
 
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:

@@ -162,14 +162,14 @@ class RemoteKV:
             return NO_MATCH
         with contained(request.request_id, may_refuse=False):
             match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
-        if match.is_pending:
-            since = self._asked_since.setdefault(request.request_id, self._clock.now())
-            if self._clock.now() - since < self._timeout:
-                return match
-            self._num_timeouts += 1
-            request.num_failed_loads = MAX_FAILED_LOADS
-            self._connector.cancel_load(request)
-            match = NO_MATCH
+            if match.is_pending:
+                since = self._asked_since.setdefault(request.request_id, self._clock.now())
+                if self._clock.now() - since < self._timeout:
+                    return match
+                self._num_timeouts += 1
+                request.num_failed_loads = MAX_FAILED_LOADS
+                self._connector.cancel_load(request)
+                match = NO_MATCH
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size
         most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens

@@ -51,7 +51,7 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig, tokenizer: To
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     defaults: dict[str, Any] = {name: generation[name] for name in names if generation.get(name) is not None}
     if generation.get("do_sample") is False:
-        defaults = {"temperature": 0.0, **{name: defaults[name] for name in defaults if name == "repetition_penalty"}}
+        defaults = {"temperature": 0.0, "repetition_penalty": defaults.get("repetition_penalty", 1.0)}
     try:
         return FrontEnd(tokenizer, processor, SamplingParams(**defaults), pooling)
     except RequestError as error:

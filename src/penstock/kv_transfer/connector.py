@@ -192,7 +192,7 @@ class SchedulerConnector(Protocol):
     def cancel_load(self, request: RequestView) -> None:
         """Called when the request no longer waits for the load that has begun: it has ended, or waited too long. The
         load still ends in an event, when nothing is written into its blocks any more: soon, if it can be cancelled.
-        Also called when its match was pending for too long; it loads nothing then.
+        Also called for a request whose match was pending for too long, and which therefore loads nothing.
         """
         ...
 

@@ -23,7 +23,7 @@ from penstock.simulation.world import RunResult
 
 _OFTEN = 80
 _STILL_OLD = 10
-"""Measurements after a change, before which an average may be mostly of those before the change."""
+"""Measurements. Until so many have been made after a change, an average may be mostly of earlier ones."""
 _FORGOTTEN_AFTER = 65.0
 _TRIED_AGAIN_AFTER = 55.0
 _LEAST_SHARED = 64

@@ -213,5 +213,5 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
             if f"rope.scaling.{stored}" in fields:
                 scaling[name] = fields[f"rope.scaling.{stored}"]
         if abs(scaling.get("attention_factor", 0.0) * yarn_amplitude(scaling["factor"]) - 1.0) < 1e-3:
-            scaling["attention_factor"] = 1.0  # the file has what YaRN's own factor is multiplied by (`attn_factor`)
+            scaling["attention_factor"] = 1.0  # the file has `attn_factor`, which multiplies YaRN's own amplitude
     return scaling | family.scaling(fields)

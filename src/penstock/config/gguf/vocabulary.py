@@ -286,10 +286,11 @@ def _added_tokens(file: GGUFFile, tokens: Sequence[str]) -> list[dict[str, Any]]
     # Tokens of Phi-3 take the spaces after them, which a file does not say.
     strips = file.metadata["tokenizer.ggml.model"] == "llama" and file.metadata["general.architecture"] == "phi3"
     return [
-        {"id": number, "content": token, **flags, "rstrip": strips and token not in _KEEP_SPACES, "special": is_special}
-        for number, kind in enumerate(_types(file, tokens))
+        flags
+        | {"id": number, "content": token, "special": kind != _USER_DEFINED}
+        | {"rstrip": strips and token not in _KEEP_SPACES}
+        for number, (token, kind) in enumerate(zip(tokens, _types(file, tokens), strict=True))
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        for token, is_special in [(tokens[number], kind != _USER_DEFINED)]
     ]
 
 

@@ -225,7 +225,7 @@ class OffloadingManager:
         return next(missing, len(keys))
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
-        """Treats keys as missing, whose promotion takes too long, until it ends."""
+        """Treats keys whose promotion takes too long as missing until it ends."""
         for key in keys:
             if key in self._chunks and self._chunks[key].state is ChunkState.PROMOTING:
                 self._doom(key)
@@ -245,8 +245,9 @@ class OffloadingManager:
         """Ends one `prepare_load`, successful or not, which no longer reads these chunks."""
         for key in keys:
             assert self._loads[key] > 0, f"no load of {key} is running"
+            if count := self._loads.pop(key) - 1:
+                self._loads[key] = count
             self._unpin(key, self._chunks[key])
-        self._loads -= Counter(keys)
 
     def prepare_store(
         self, keys: Sequence[tuple[OffloadKey, int]], prompt: Prompt | None = None

@@ -40,8 +40,8 @@ class OffloadLoad(msgspec.Struct, frozen=True):
 
 @register_kind
 class OffloadMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
-    """Stores are read before the step writes anything; loads are written in parallel with it. No further block of
-    `cancelled` loads is copied, of which those of this step may be some.
+    """Stores are read before the step writes anything; loads are written in parallel with it. Of `cancelled` loads,
+    which may be among `loads`, no further block is copied.
     """
 
     stores: tuple[OffloadStore, ...] = ()

@@ -62,10 +62,10 @@ from penstock.utils.math import cdiv
 
 # Steps with fewer tokens do not measure the cost of a prefill.
 _PREFILL_TOKENS = 64
-# A request offers so many bytes of the blocks that it found in the engine's cache, or as many of them as new ones, at a
-# time: a step is not to wait until a long prompt is copied.
+# Of the blocks that it found in the engine's cache, a request offers this many bytes at a time, or as many blocks as
+# are new: a step must not wait until a long prompt is copied.
 _OLD_BYTES = 16 << 20
-# A promotion that a request has awaited for so long is given up if the request gives up.
+# A request that gives up also gives up the promotions that it has awaited for longer than this.
 _STALLED_SECONDS = 3.0
 _PARAMS = "kv_transfer_params"
 _COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
@@ -154,7 +154,6 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._region = region
         self._manager = manager
         self._rules = rules
-        self._costs = rules.costs
         self._clock = clock
         self._ledger = TransferLedger[_Load | _Store]()
         self._requests: dict[str, _Request] = {}
@@ -276,12 +275,12 @@ class OffloadingScheduler(NullSchedulerConnector):
             yield start, [(group, block_hash) for block_hash in hashes[start:length]]
 
     def _is_worth_it(self, state: _Request, keys: Sequence[OffloadKey], num_blocks: int) -> bool:
-        if self._costs is None or state.promoting_since is not None:
+        if self._rules.costs is None or state.promoting_since is not None:
             return True
         media = {self._manager.medium_of(key) or MEDIUM_CPU for key in keys}
         slowest = next((medium for medium in media if medium != MEDIUM_CPU), MEDIUM_CPU)
         num_tokens = num_blocks * self._cache.block_size
-        return self._costs.should_load(slowest, num_tokens, self._num_bytes(keys))
+        return self._rules.costs.should_load(slowest, num_tokens, self._num_bytes(keys))
 
     def _num_bytes(self, keys: Iterable[OffloadKey]) -> int:
         return sum(self._cache.block_bytes(group) for group, _ in keys)
@@ -391,8 +390,8 @@ class OffloadingScheduler(NullSchedulerConnector):
     def _measure_step(self) -> None:
         now = self._clock.now()
         num_tokens, since = self._steps.popleft() if self._steps else (0, now)
-        if self._costs is not None and num_tokens >= _PREFILL_TOKENS:
-            self._costs.on_computed(num_tokens, now - max(since, self._last_end))
+        if self._rules.costs is not None and num_tokens >= _PREFILL_TOKENS:
+            self._rules.costs.on_computed(num_tokens, now - max(since, self._last_end))
         self._last_end = now
 
     def _on_stored(self, keys: Sequence[OffloadKey], reports: Sequence[TransferReport]) -> None:
@@ -405,8 +404,8 @@ class OffloadingScheduler(NullSchedulerConnector):
     def _on_loaded(self, load: _Load, reports: Sequence[TransferReport]) -> LoadEnded:
         bad = bad_ranges(reports, len(self._cache.groups), load.first, load.end)
         if not load.is_cancelled:
-            if self._costs is not None:
-                self._costs.on_loaded(load.medium, self._num_bytes(load.index_of), self._clock.now() - load.since)
+            if self._rules.costs is not None:
+                self._rules.costs.on_loaded(load.medium, self._num_bytes(load.index_of), self._clock.now() - load.since)
             for key in self._bad_keys(load, bad):
                 self._num_corrupted += 1
                 self._manager.mark_bad(key)
