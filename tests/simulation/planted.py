@@ -233,7 +233,7 @@ def _free_running_loads(original: Original, self: Any, request: Any) -> None:
     for name, load in mine.items():
         if load.is_async:
             del self._loads[name]
-            self._quarantine(load, -1)
+            self._quarantined.subtract(load.num_blocks)
             self._kv.unpin(name)
 
 

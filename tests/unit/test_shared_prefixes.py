@@ -1,4 +1,5 @@
-"""Requests with a common prefix: which of them wait for another one's KV, and for how long."""
+"""Which requests wait for another one's KV, and for how long: those with a common prefix, and those that find the pool
+full of loads."""
 
 from __future__ import annotations
 
@@ -208,3 +209,32 @@ def test_a_request_whose_loaded_kv_is_always_evicted_computes_it(policy: str) ->
                 loads[engine.connector.loads["loads"]] = None
                 engine.end_load("loads")
     pytest.fail(f"it has loaded {len(loads)} times and never run")
+
+
+def test_loads_leave_blocks_for_requests_that_run() -> None:
+    """A peer that hangs would hold them for as long as a load may take."""
+    engine = make_engine(num_blocks=12)
+    for number in range(4):
+        engine.add(f"loads {number}", is_remote=True, prompt=range(20 * number, 20 * number + 13))
+    assert engine.step() == {}
+    assert list(engine.connector.loads) == ["loads 0", "loads 1"], "6 of 11 blocks"
+    engine.add("here", is_remote=False, prompt=range(100, 113))
+    for _ in range(3):
+        assert engine.step()["here"]
+    engine.end_load("loads 0")
+    assert engine.step()["here"]
+    engine.step()
+    assert list(engine.connector.loads) == ["loads 0", "loads 1", "loads 2"]
+
+
+def test_a_load_of_more_than_half_of_the_pool_begins() -> None:
+    engine = make_engine(num_blocks=9)
+    engine.add("loads", is_remote=True, prompt=range(29))
+    engine.step()
+    assert list(engine.connector.loads) == ["loads"]
+    engine.add("next", is_remote=True, prompt=range(100, 105))
+    engine.step()
+    assert list(engine.connector.loads) == ["loads"]
+    engine.end_load("loads")
+    assert engine.step() == {}
+    assert engine.step() == {"loads": 1}

@@ -133,11 +133,9 @@ class BlockPool:
             room, room_for_states = room + len(fenced) - states, room_for_states + states
         return room >= 0 and room_for_states >= 0
 
-    def count(self, block_ids: Iterable[int]) -> tuple[int, int]:
-        """Returns how many of these are blocks of tokens, and of states; the null block is neither."""
-        ids = [block_id for block_id in block_ids if block_id != NULL_BLOCK]
-        num_states = sum(map(self._is_state, ids))
-        return len(ids) - num_states, num_states
+    def count(self, block_ids: Iterable[int]) -> Counter[bool]:
+        """Counts these blocks by whether they are of states; the null block does not count."""
+        return Counter(self._is_state(block_id) for block_id in block_ids if block_id != NULL_BLOCK)
 
     def _is_state(self, block_id: int) -> bool:
         return block_id >= self._first_state

@@ -48,6 +48,8 @@ MAX_FAILED_LOADS = 2
 SHARED_LOAD_PATIENCE = 0.1
 # While abandoned loads pin more than this share of the pool, no other load begins: requests need blocks to run.
 MAX_QUARANTINE = 0.25
+# Likewise while requests wait for more than this share of the pool: if their peer hangs, others still run.
+MAX_AWAITED = 0.5
 # About so many pending requests are looked at in one round, because the time of each lookup is proportional to the
 # blocks of the prompt.
 _MAX_PENDING = 64
@@ -76,8 +78,8 @@ class _Load:
     end: int
     is_async: bool
     deadline: float
-    num_blocks: tuple[int, int]  # of tokens and of states, as `BlockPool.count`
-    hashes: Sequence[bytes]  # of the blocks that a request waits for
+    num_blocks: Counter[bool]  # that a request waits for, as `BlockPool.count`
+    hashes: Sequence[bytes]  # of these blocks
     is_detached: bool = False
     num_checks: int = 0  # of its deadline
 
@@ -92,10 +94,11 @@ class RemoteKV:
         self._clock = transfer.clock
         self._loads: dict[TransferId, _Load] = {}
         self._loads_of: dict[Request, dict[TransferId, _Load]] = {}
-        # Asynchronous loads only: requests that wait for one, and blocks pinned by detached ones.
+        # Asynchronous loads only: the requests that wait for one, their blocks, and those pinned by detached ones.
         self._num_waiting = 0
+        self._awaited: Counter[bool] = Counter()
         self._awaited_hashes: Counter[bytes] = Counter()
-        self._quarantined = (0, 0)
+        self._quarantined: Counter[bool] = Counter()
         self._held: set[TransferId] = set()
         # The tokens of a request when it was preempted, and how many transfers had ended.
         self._starving: dict[Request, tuple[int, int]] = {}
@@ -114,8 +117,11 @@ class RemoteKV:
     @property
     def earliest_deadline(self) -> float:
         """Returns when the first of the loads that requests wait for is overdue; infinity if there is none."""
-        waiting = (load.deadline for load in self._loads.values() if load.is_async and not load.is_detached)
-        return min(waiting, default=float("inf"))
+        return min((load.deadline for load in self._waiting_loads), default=float("inf"))
+
+    @property
+    def _waiting_loads(self) -> list[_Load]:
+        return [load for load in self._loads.values() if load.is_async and not load.is_detached]
 
     @property
     def num_holds(self) -> int:
@@ -158,7 +164,7 @@ class RemoteKV:
             request.num_loaded_tokens = 0
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
             return NO_MATCH
-        if self._is_quarantine_full or self._is_someone_starving:
+        if self._exceeds(self._quarantined, MAX_QUARANTINE) or self._is_someone_starving:
             return NO_MATCH
         with contained(request.request_id, may_refuse=False):
             match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
@@ -174,21 +180,23 @@ class RemoteKV:
         block_size = self._kv.block_size
         most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens
         num_tokens = min(match.num_tokens, most) // block_size * block_size
-        if num_tokens > 0 and match.is_async and self._waits_for_same_load(request, hit):
+        if num_tokens > 0 and match.is_async and self._waits_for_others(request, hit):
             return PENDING
         self._asked_since.pop(request.request_id, None)
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
-    def _waits_for_same_load(self, request: Request, hit: PrefixHit) -> bool:
-        """Returns whether the request waits because the block after its hit is being loaded for another one.
+    def _waits_for_others(self, request: Request, hit: PrefixHit) -> bool:
+        """Returns whether the request waits because the block after its hit is being loaded for another one, or because
+        loads that others wait for pin too much of the pool.
 
         Sharing that load saves a transfer and its blocks. But a load may be lost, so the wait is much shorter than the
         time that a load may take, and a request that does not load itself never waits for one.
         """
-        if request.block_hashes[hit.num_blocks] not in self._awaited_hashes:
+        is_full = self._exceeds(self._awaited, MAX_AWAITED)
+        if not is_full and request.block_hashes[hit.num_blocks] not in self._awaited_hashes:
             return False
         since = self._asked_since.setdefault(request.request_id, self._clock.now())
-        return self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
+        return is_full or self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
 
     def on_starved(self, request: Request) -> None:
         """Called when a request was preempted although it ran alone, because transfers pinned the blocks it needed.
@@ -200,23 +208,14 @@ class RemoteKV:
 
     @property
     def _is_someone_starving(self) -> bool:
-        self._starving = {
-            request: (num_tokens, num_ended)
-            for request, (num_tokens, num_ended) in self._starving.items()
-            if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
-        }
+        for request, (num_tokens, _) in list(self._starving.items()):
+            if request.num_tokens != num_tokens or request.status is RequestStatus.FINISHED:
+                del self._starving[request]
         return bool(self._starving)
 
-    @property
-    def _is_quarantine_full(self) -> bool:
-        limits = self._kv.pool.num_usable, self._kv.pool.num_states
-        return any(count > MAX_QUARANTINE * limit for count, limit in zip(self._quarantined, limits, strict=True))
-
-    def _quarantine(self, load: _Load, sign: int) -> None:
-        """Adds an abandoned load's blocks to those in quarantine, or removes them."""
-        if load.is_async:
-            (blocks, states), (more_blocks, more_states) = self._quarantined, load.num_blocks
-            self._quarantined = blocks + sign * more_blocks, states + sign * more_states
+    def _exceeds(self, counts: Counter[bool], share: float) -> bool:
+        """Returns whether so many blocks of a kind are more than a share of them."""
+        return counts[False] > share * self._kv.pool.num_usable or counts[True] > share * self._kv.pool.num_states
 
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
         """Hands the blocks after the hit to the connector, which loads them.
@@ -226,20 +225,22 @@ class RemoteKV:
         self._asked_since.pop(request.request_id, None)
         self._num_loads += 1
         transfer_id = TransferId(request.request_id, request.arrival_index, part=self._num_loads)
-        end, block_size = hit.num_tokens + match.num_tokens, self._kv.block_size
+        end = hit.num_tokens + match.num_tokens
+        blocks = slice(hit.num_blocks, end // self._kv.block_size)
         load = _Load(
             request=request,
-            first=hit.num_blocks,
-            end=end // block_size,
+            first=blocks.start,
+            end=blocks.stop,
             is_async=match.is_async,
             deadline=self._clock.now() + self._timeout,
-            num_blocks=self._kv.pool.count(i for table in block_ids for i in table[hit.num_blocks : end // block_size]),
-            hashes=request.block_hashes[hit.num_blocks : end // block_size] if match.is_async else (),
+            num_blocks=self._kv.pool.count(i for table in block_ids for i in table[blocks] if match.is_async),
+            hashes=request.block_hashes[blocks] if match.is_async else (),
         )
         self._loads[transfer_id] = load
         self._loads_of.setdefault(request, {})[transfer_id] = load
         if match.is_async:
             self._num_waiting += 1
+            self._awaited.update(load.num_blocks)
             self._awaited_hashes.update(load.hashes)
             request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
             self._kv.pin(transfer_id, block_ids, load.first, load.end, writes=True)
@@ -287,7 +288,7 @@ class RemoteKV:
         if load.is_async:
             self._kv.unpin(event.transfer_id)
         if load.is_detached:
-            self._quarantine(load, -1)
+            self._quarantined.subtract(load.num_blocks)
             return None
         self._end_waiting(load)
         mine = self._loads_of[load.request]
@@ -309,6 +310,7 @@ class RemoteKV:
     def _end_waiting(self, load: _Load) -> None:
         """Called when no request waits for the load any more."""
         self._num_waiting -= load.is_async
+        self._awaited.subtract(load.num_blocks)
         for block_hash in load.hashes:
             self._awaited_hashes[block_hash] -= 1
             if not self._awaited_hashes[block_hash]:
@@ -339,16 +341,17 @@ class RemoteKV:
         for load in self._loads_of.pop(request, {}).values():
             load.is_detached = True
             self._end_waiting(load)
-            self._quarantine(load, 1)
+            self._quarantined.update(load.num_blocks)
             self._connector.cancel_load(request)
 
     def give_up_overdue(self) -> Iterator[tuple[Request, str]]:
         """Detaches requests from loads that have missed their deadline. Yields them, and why; none loads again."""
         now = self._clock.now()
-        waiting = [load for load in self._loads.values() if load.is_async and not load.is_detached]
-        for load in waiting:
+        for load in self._waiting_loads:
             load.num_checks += 1
-        for request in [each.request for each in waiting if each.deadline <= now and each.num_checks > _LEAST_CHECKS]:
+        for request in [
+            each.request for each in self._waiting_loads if each.deadline <= now and each.num_checks > _LEAST_CHECKS
+        ]:
             self._num_timeouts += 1
             self.detach(request)
             self._kv.release(request, fence=0)
@@ -369,13 +372,13 @@ class RemoteKV:
         for transfer_id, load in self._loads.items():
             waits = load.request.status is RequestStatus.WAITING_FOR_REMOTE_KV
             assert load.is_detached or not load.is_async or waits, f"{transfer_id}: {load.request.status}"
-        loads = [load for load in self._loads.values() if load.is_async]
-        detached = [load.num_blocks for load in loads if load.is_detached]
-        quarantined = (sum(blocks for blocks, _ in detached), sum(states for _, states in detached))
-        assert self._num_waiting == sum(not load.is_detached for load in loads), self._num_waiting
-        awaited = Counter(block_hash for load in loads if not load.is_detached for block_hash in load.hashes)
+        waiting = self._waiting_loads
+        assert self._num_waiting == len(waiting), self._num_waiting
+        awaited = Counter(block_hash for load in waiting for block_hash in load.hashes)
         assert self._awaited_hashes == awaited, (len(self._awaited_hashes), len(awaited))
-        assert self._quarantined == quarantined, self._quarantined
+        assert self._awaited == sum((load.num_blocks for load in waiting), Counter[bool]()), self._awaited
+        detached = sum((load.num_blocks for load in self._loads.values() if load.is_detached), Counter[bool]())
+        assert self._quarantined == detached, self._quarantined
         attached = sum(map(len, self._loads_of.values()))
         assert attached == sum(not load.is_detached for load in self._loads.values()), attached
         self._connector.check_integrity()
