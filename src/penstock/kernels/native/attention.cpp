@@ -42,7 +42,7 @@ struct Attention {
 // Part of one request: consecutive query rows of one KV head, or a few rows of each of several KV heads. The query
 // heads of a token that share a KV head are adjacent rows.
 struct Item {
-    int64_t request, first_head, heads, first_row;
+    int64_t request, first_head, heads, first_row, last_row;  // rows [first_row, last_row) of every head
     int64_t first_key, last_key;  // it has no other keys than [first_key, last_key)
     int64_t part, parts;          // number `part` of so many items, one range each, with these rows
 };
@@ -52,14 +52,12 @@ class Items {
 public:
     Items(const Attention& attention, int64_t threads) : attention_(attention) {
         // Heads of a block are adjacent, and are best read one after the other, but every thread should have some.
-        const int64_t share = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
-        most_heads_ = share < kGroups ? share : kGroups;
-        for (int64_t request = 0; request < attention.requests; ++request) total_ += count(request);
-        // Some threads would have more items than others.
-        if (total_ >= kItemsPerThread * threads || total_ % threads == 0) return;
+        most_heads_ = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
+        if (is_even(threads)) return;
+        most_groups_ = kGroups / 2;
+        if (is_even(threads)) return;
         divides_ranges_ = true;
-        total_ = 0;
-        for (int64_t request = 0; request < attention.requests; ++request) total_ += count(request);
+        count_all();
     }
 
     int64_t total() const { return total_; }
@@ -70,14 +68,16 @@ public:
         for (int64_t request = 0; request < attention_.requests; ++request)
             if (ranges(request) > 1) {
                 const int64_t all = heads_at_once(request) * rows(request);
-                const int64_t now = all < kGroups * kGroup ? all : kGroups * kGroup;
+                const int64_t now = all < most_rows() ? all : most_rows();
                 most = now > most ? now : most;
             }
         return most;
     }
 
     // Of all heads.
-    int64_t num_groups(int64_t request) const { return parts(request) * attention_.num_kv_heads; }
+    int64_t num_groups(int64_t request) const {
+        return (rows(request) + kGroup - 1) / kGroup * attention_.num_kv_heads;
+    }
 
     Item at(int64_t index) {
         while (index >= first_ + count(request_)) first_ += count(request_++);
@@ -88,13 +88,25 @@ public:
         const int64_t first_key = divided > 1 ? (first_range(request_) + part) * kRange : 0;
         const int64_t last_key = divided > 1 ? first_key + kRange : attention_.seq_lens[request_];
         // The last rows of a prompt see most keys and are taken first, so that threads finish together.
-        const int64_t first_row = (count - 1 - within / columns) * kGroups * kGroup;
-        return {request_, first_head, left < heads ? left : heads, first_row, first_key, last_key, part, divided};
+        const int64_t first_row = (count - 1 - within / columns) * most_rows(), last_row = first_row + most_rows();
+        const int64_t rows = this->rows(request_);
+        return {request_,  first_head, left < heads ? left : heads, first_row, last_row < rows ? last_row : rows,
+                first_key, last_key,   part,                        divided};
     }
 
 private:
-    // Fewer items than this are divided by ranges.
+    // Fewer items than this are divided further.
     static constexpr int64_t kItemsPerThread = 4;
+
+    void count_all() {
+        total_ = 0;
+        for (int64_t request = 0; request < attention_.requests; ++request) total_ += count(request);
+    }
+    // Counts the items: no thread would have many more of them than others.
+    bool is_even(int64_t threads) {
+        count_all();
+        return total_ >= kItemsPerThread * threads || total_ % threads == 0;
+    }
 
     int64_t count(int64_t request) const {
         const int64_t heads = heads_at_once(request);
@@ -109,11 +121,15 @@ private:
         return (attention_.seq_lens[request] + kRange - 1) / kRange - first_range(request);
     }
     int64_t rows(int64_t request) const { return attention_.query_len(request) * attention_.group(); }
-    int64_t parts(int64_t request) const { return (rows(request) + kGroups * kGroup - 1) / (kGroups * kGroup); }
-    int64_t heads_at_once(int64_t request) const { return rows(request) <= kGroup ? most_heads_ : 1; }
+    int64_t most_rows() const { return most_groups_ * kGroup; }
+    int64_t parts(int64_t request) const { return (rows(request) + most_rows() - 1) / most_rows(); }
+    int64_t heads_at_once(int64_t request) const {
+        if (rows(request) > kGroup) return 1;
+        return most_heads_ < most_groups_ ? most_heads_ : most_groups_;
+    }
 
     const Attention& attention_;
-    int64_t most_heads_, total_ = 0, request_ = 0, first_ = 0;
+    int64_t most_heads_, most_groups_ = kGroups, total_ = 0, request_ = 0, first_ = 0;  // groups: of an item
     bool divides_ranges_ = false;
 };
 
@@ -198,7 +214,7 @@ public:
     using C = typename Engine::Cached;
 
     static size_t bytes(const Attention& a) {
-        const int64_t numbers = kGroup * (2 * kGroups * a.shape().padded_dim() + kTile);
+        const int64_t numbers = kGroups * kGroup * (2 * a.shape().padded_dim() + kTile);
         return Engine::bytes(a.shape()) + sizeof(float) * numbers + 3 * 64;
     }
 
@@ -210,9 +226,9 @@ public:
           arena_(bytes(attention)),
           engine_(arena_, a_.shape()),
           padded_dim_(a_.shape().padded_dim()),
-          acc_(arena_.zeros<float>(kGroups * kGroup * padded_dim_)),
-          total_(arena_.zeros<float>(kGroups * kGroup * padded_dim_)),
-          scores_(arena_.zeros<float>(kGroup * kTile)) {}
+          acc_(arena_.room<float>(kGroups * kGroup * padded_dim_)),
+          total_(arena_.room<float>(kGroups * kGroup * padded_dim_)),
+          scores_(arena_.room<float>(kGroups * kGroup * kTile)) {}
 
     // `partials` has room for the rows of an item that has one range of several.
     void run(const Item& item, float* partials) {
@@ -233,8 +249,7 @@ public:
                 Prefetch<C> prefetch;
                 if (reads) prefetch = Prefetch<C>(tiles, head, more ? &next : nullptr, a_.shape());
                 engine_.set_tile(tile, prefetch);
-                for (int group = 0; group < count_; ++group)
-                    if (groups_[group].kv_head == item.first_head + head) visit(group, start);
+                visit(item.first_head + head, start);
             }
             if (more) tiles = next;
             if (item.parts == 1 && ((start + kTile) % kRange == 0 || !more)) merge_range(more);
@@ -273,15 +288,13 @@ private:
     };
 
     void begin(const Item& item) {
-        const int64_t rows = a_.query_len(item.request) * a_.group();
         count_ = 0;
         for (int64_t head = item.first_head; head < item.first_head + item.heads; ++head)
-            for (int64_t row = item.first_row; row < rows && count_ < kGroups; row += kGroup) {
-                if (row > item.first_row && item.heads > 1) break;
+            for (int64_t row = item.first_row; row < item.last_row; row += kGroup) {
                 Group& group = groups_[count_];
                 group.kv_head = head;
                 group.first_row = row;
-                group.rows = static_cast<int>(rows - row < kGroup ? rows - row : kGroup);
+                group.rows = static_cast<int>(item.last_row - row < kGroup ? item.last_row - row : kGroup);
                 begin(item.request, group, count_++);
             }
         std::memset(acc_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
@@ -338,24 +351,38 @@ private:
         return tiles;
     }
 
-    // Adds the current tile to the rows of one group, unless none of them sees any of it.
-    void visit(int index, int64_t start) {
+    // Adds the current tile to the rows of a KV head's groups that see some of it. All groups take one step before the next:
+    // reading right after writing would wait for the writes.
+    void visit(int64_t kv_head, int64_t start) {
+        int seen[kGroups], count = 0;
+        for (int index = 0; index < count_; ++index) {
+            const Group& group = groups_[index];
+            if (group.kv_head == kv_head && group.to[group.rows - 1] > start && group.from[0] < start + kTile)
+                seen[count++] = index;
+        }
+        for (int i = 0; i < count; ++i) engine_.scores(seen[i], groups_[seen[i]].rows, scores(seen[i]));
+        for (int i = 0; i < count; ++i) weigh(seen[i], start);
+        for (int i = 0; i < count; ++i) engine_.accumulate(seen[i], groups_[seen[i]].rows, acc(seen[i]));
+    }
+
+    // Makes weights of a group's scores.
+    void weigh(int index, int64_t start) {
         Group& group = groups_[index];
-        if (group.to[group.rows - 1] <= start || group.from[0] >= start + kTile) return;
+        float* const s = scores(index);
         int from[kGroup], to[kGroup];
         for (int row = 0; row < group.rows; ++row) {
             from[row] = within_tile(group.from[row] - start);
             to[row] = within_tile(group.to[row] - start);
         }
-        float* acc = acc_ + index * kGroup * padded_dim_;
-        engine_.scores(index, group.rows, scores_);
         if (a_.softcap > 0) {
             const Vec factor = splat(a_.scale / a_.softcap);
-            for (int i = 0; i < group.rows * kTile; i += kLanes) store(scores_ + i, tanh(load(scores_ + i) * factor));
+            for (int i = 0; i < group.rows * kTile; i += kLanes) store(s + i, tanh(load(s + i) * factor));
         }
-        softmax(scores_, group.rows, from, to, a_.scale_log2e(), group.softmax, engine_.weights(), acc, padded_dim_);
-        engine_.accumulate(group.rows, acc);
+        softmax(s, group.rows, from, to, a_.scale_log2e(), group.softmax, engine_.weights(index), acc(index), padded_dim_);
     }
+
+    float* scores(int index) const { return scores_ + index * kGroup * kTile; }
+    float* acc(int index) const { return acc_ + index * kGroup * padded_dim_; }
 
     void merge_row(int index, int row, float largest, Vec denominator, const float* acc) {
         SoftmaxState& total = groups_[index].total;
@@ -421,7 +448,7 @@ private:
     float* acc_;     // [kGroups, kGroup, padded_dim]: of the current range
     float* total_;   // likewise, of all ranges before it
     bool has_total_ = false;
-    float* const scores_;  // [kGroup, kTile]
+    float* const scores_;  // [kGroups, kGroup, kTile]
     int count_ = 0;  // groups of the current item
     Group groups_[kGroups];
 };

@@ -145,7 +145,7 @@ public:
 
     static size_t bytes(Shape shape) {
         return sizeof(Pair) * (kGroups * kGroup * shape.head_dim / 2 + key_pairs(shape)) +
-               sizeof(bf16) * (shape.head_dim + kGroup * kTile) + 4 * 64 + ValuePairs::bytes(shape);
+               sizeof(bf16) * (shape.head_dim + kGroups * kGroup * kTile) + 4 * 64 + ValuePairs::bytes(shape);
     }
 
     BFloat16Engine(Arena& arena, Shape shape)
@@ -156,7 +156,7 @@ public:
           queries_(arena.zeros<Pair>(kGroups * kGroup * dim_ / 2)),
           staged_(arena.zeros<Pair>(key_pairs(shape))),
           zeros_(arena.zeros<bf16>(dim_)),
-          weights_(arena.zeros<bf16>(kGroup * kTile)) {
+          weights_(arena.zeros<bf16>(kGroups * kGroup * kTile)) {
         for (int part = 0; part < kParts; ++part) keys_[part] = staged_ + part * key_pairs(shape) / kParts;
     }
 
@@ -183,10 +183,10 @@ public:
         });
     }
 
-    Weight* weights() { return weights_; }
+    Weight* weights(int group) { return weights_ + group * kGroup * kTile; }
 
-    void accumulate(int count, float* acc) const {
-        const Pair* w = reinterpret_cast<const Pair*>(weights_);
+    void accumulate(int group, int count, float* acc) const {
+        const Pair* w = reinterpret_cast<const Pair*>(weights_ + group * kGroup * kTile);
         with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
             by_rows(count, [&](auto rows, int row) { add<rows.kCount>(w + row * kTile / 2, acc + row * padded_, step); });
         });
@@ -281,7 +281,7 @@ private:
     Pair* const queries_;  // [kGroups, kGroup, head_dim / 2]
     Pair* const staged_;   // [kParts, head_dim / 2, 16], unless keys are read in place
     bf16* const zeros_;    // [head_dim]
-    bf16* const weights_;  // [kGroup, kTile]
+    bf16* const weights_;  // [kGroups, kGroup, kTile]
     const Pair* keys_[kParts];
     int first_pair_ = 0, last_pair_ = 0;  // of those that some row sees
     Prefetch<bf16>* prefetch_ = nullptr;
@@ -309,7 +309,7 @@ public:
 
     static size_t bytes(Shape shape) {
         const int64_t wide = (shape.head_dim + 31) / 32 * 32;
-        return sizeof(bf16) * (kGroups * kGroup * wide + kTile * wide + kGroup * wide + kGroup * kTile) +
+        return sizeof(bf16) * (kGroups * kGroup * wide + kTile * wide + kGroup * wide + kGroups * kGroup * kTile) +
                sizeof(float) * kTile * kGroup + 5 * 64 + ValuePairs::bytes(shape);
     }
 
@@ -323,8 +323,8 @@ public:
           queries_(arena.zeros<Pair>(kGroups * kGroup * wide_ / 2)),
           staged_(arena.zeros<bf16>(direct_ ? 0 : kTile * wide_)),
           zeros_(arena.zeros<bf16>(kGroup * wide_)),
-          weights_(arena.zeros<bf16>(kGroup * kTile)),
-          transposed_(arena.zeros<float>(kTile * kGroup)) {
+          weights_(arena.zeros<bf16>(kGroups * kGroup * kTile)),
+          transposed_(arena.room<float>(kTile * kGroup)) {
         static const TileConfig config;
         fence();
         _tile_loadconfig(&config);
@@ -382,13 +382,14 @@ public:
         }
     }
 
-    Weight* weights() { return weights_; }
+    Weight* weights(int group) { return weights_ + group * kGroup * kTile; }
 
-    void accumulate(int, float* acc) const {
+    void accumulate(int group, int, float* acc) const {
+        const bf16* const weights = weights_ + group * kGroup * kTile;
         fence();
         int64_t column = 0;
-        for (; column + 64 <= padded_; column += 64) accumulate_columns<4>(acc + column, column);
-        for (; column < padded_; column += 16) accumulate_columns<1>(acc + column, column);
+        for (; column + 64 <= padded_; column += 64) accumulate_columns<4>(weights, acc + column, column);
+        for (; column < padded_; column += 16) accumulate_columns<1>(weights, acc + column, column);
         fence();
     }
 
@@ -436,7 +437,7 @@ private:
 
     // acc [kGroup, 16 N] += weights v; a half of the tile that no row sees is left out.
     template <int N>
-    void accumulate_columns(float* acc, int64_t column) const {
+    void accumulate_columns(const bf16* weights, float* acc, int64_t column) const {
         const int64_t stride = padded_ * sizeof(float), value_stride = values_.stride() * sizeof(Pair);
         _tile_loadd(0, acc, stride);
         if (N > 1) _tile_loadd(1, acc + 16, stride);
@@ -444,7 +445,7 @@ private:
         if (N > 3) _tile_loadd(3, acc + 48, stride);
         for (int half = begin_ / 32; half * 32 < end_; ++half) {
             const Pair* v = values_[half * 16] + column;
-            _tile_loadd(4, weights_ + half * 32, kTile * sizeof(bf16));
+            _tile_loadd(4, weights + half * 32, kTile * sizeof(bf16));
             _tile_loadd(5, v, value_stride);
             _tile_dpbf16ps(0, 4, 5);
             if (N > 1) {
@@ -477,7 +478,7 @@ private:
     Pair* const queries_;      // [kGroups, wide / 32, 16 pairs, kGroup]; in pairs, [kGroups, kGroup, wide / 2]
     bf16* const staged_;       // [kTile, wide]
     bf16* const zeros_;        // [kGroup, wide]
-    bf16* const weights_;      // [kGroup, kTile]
+    bf16* const weights_;      // [kGroups, kGroup, kTile]
     float* const transposed_;  // [kTile, kGroup]
     const bf16* keys_[kTile / 16];
     const Pair* pairs_[kTile / 16];
@@ -523,8 +524,8 @@ public:
     }
 
     void scores(int group, int count, float* s) const { engine_.scores(group, count, s); }
-    Weight* weights() { return engine_.weights(); }
-    void accumulate(int count, float* acc) const { engine_.accumulate(count, acc); }
+    Weight* weights(int group) { return engine_.weights(group); }
+    void accumulate(int group, int count, float* acc) const { engine_.accumulate(group, count, acc); }
 
 private:
     void dequantize(const int8_t* from, bf16* to) const {

@@ -143,7 +143,7 @@ public:
 
     static size_t bytes(Shape shape) {
         const int64_t rows = kGroups * kGroup * shape.head_dim, tile = kTile * (shape.head_dim + shape.padded_dim());
-        return sizeof(float) * (rows + tile + kGroup * kTile) + sizeof(C) * shape.head_dim + 5 * 64;
+        return sizeof(float) * (rows + tile + kGroups * kGroup * kTile) + sizeof(C) * shape.head_dim + 5 * 64;
     }
 
     FloatEngine(Arena& arena, Shape shape)
@@ -153,7 +153,7 @@ public:
           queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
           keys_(arena.zeros<float>(dim_ * kTile)),
           values_(arena.zeros<float>(kTile * padded_)),
-          weights_(arena.zeros<float>(kGroup * kTile)),
+          weights_(arena.zeros<float>(kGroups * kGroup * kTile)),
           zeros_(arena.zeros<C>(dim_)) {}
 
     void set_queries(int group, const T* const* rows, int count) {
@@ -194,15 +194,16 @@ public:
                             *prefetch_);
     }
 
-    Weight* weights() { return weights_; }
+    Weight* weights(int group) { return weights_ + group * kGroup * kTile; }
 
-    void accumulate(int count, float* acc) const {
+    void accumulate(int group, int count, float* acc) const {
+        const float* const weights = weights_ + group * kGroup * kTile;
         if constexpr (kCanReadRows)
             if (reads_rows())
                 return with_prefetch(*prefetch_, seen_.count(), [&](const auto& step) {
-                    add_rows(count, weights_, value_rows_, seen_, value_dim_, acc, step);
+                    add_rows(count, weights, value_rows_, seen_, value_dim_, acc, step);
                 });
-        multiply<FloatUnit>(weights_ + seen_.begin, kTile, values_ + seen_.begin * padded_, padded_, acc, padded_, count,
+        multiply<FloatUnit>(weights + seen_.begin, kTile, values_ + seen_.begin * padded_, padded_, acc, padded_, count,
                             padded_, seen_.count(), true, *prefetch_);
     }
 
@@ -250,7 +251,7 @@ private:
     float* const queries_;  // [kGroups, kGroup, head_dim]
     float* const keys_;     // [head_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
-    float* const weights_;  // [kGroup, kTile]
+    float* const weights_;  // [kGroups, kGroup, kTile]
     C* const zeros_;        // [head_dim]
     int most_rows_ = 0;     // of a group
     KeyRange seen_ = {0, 0};  // of the tile

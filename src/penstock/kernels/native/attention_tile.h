@@ -8,8 +8,8 @@
 //   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros;
 //                                   both arguments live until the next tile
 //   scores(group, count, s)         s [kGroup, kTile] = q k^T of the rows of one group; anything at masked keys
-//   weights()                       [kGroup, kTile], where softmax leaves one group's weights, zero at masked keys
-//   accumulate(count, acc)          acc [kGroup, padded_dim] += weights v, where padded_dim is that of a value
+//   weights(group)                  [kGroup, kTile], where softmax leaves one group's weights, zero at masked keys
+//   accumulate(group, count, acc)   acc [kGroup, padded_dim] += weights v, where padded_dim is that of a value
 //
 // A row of s or acc must come from the same sequence of operations whichever rows are beside it.
 #pragma once
@@ -23,7 +23,7 @@ namespace penstock::ISA {
 constexpr int kTile = 64;   // keys of a tile; a tile begins at a multiple of kTile whatever the query
 constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys are always contiguous
 constexpr int kGroup = 16;  // query rows that process a tile together
-constexpr int kGroups = 4;  // groups of one work item
+constexpr int kGroups = 8;  // groups of one work item, at most
 
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
@@ -61,14 +61,19 @@ public:
         next_ = static_cast<char*>(block.memory);
     }
 
-    // `count` zeros, aligned to a cache line.
+    // Room for `count` of them, aligned to a cache line and with any contents.
+    template <class U>
+    U* room(size_t count) {
+        char* const at = next_;
+        next_ += (count * sizeof(U) + 63) / 64 * 64;
+        return reinterpret_cast<U*>(at);
+    }
+
     template <class U>
     U* zeros(size_t count) {
-        const size_t bytes = (count * sizeof(U) + 63) / 64 * 64;
-        char* at = next_;
-        next_ += bytes;
-        std::memset(at, 0, bytes);
-        return reinterpret_cast<U*>(at);
+        U* const at = room<U>(count);
+        std::memset(at, 0, count * sizeof(U));
+        return at;
     }
 
 private:
