@@ -31,10 +31,12 @@ class LoadingConnector(NullSchedulerConnector):
 
     def __init__(self, is_async: bool) -> None:
         self._is_async = is_async
+        self.num_lookups = 0
         self.loads: dict[str, TransferId] = {}
         self.ended: list[LoadEnded] = []
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        self.num_lookups += 1
         if not request.kv_transfer_params:
             return NO_MATCH
         return Match((request.num_tokens - 1 - num_computed_tokens) // 4 * 4, is_async=self._is_async)
@@ -224,7 +226,24 @@ def test_loads_leave_blocks_for_requests_that_run() -> None:
     engine.end_load("loads 0")
     assert engine.step()["here"]
     engine.step()
-    assert list(engine.connector.loads) == ["loads 0", "loads 1", "loads 2"]
+    assert list(engine.connector.loads) == ["loads 0", "loads 1", "loads 2"], "not in the order of arrival"
+
+
+def test_requests_that_wait_for_the_end_of_a_load_are_not_looked_at_before() -> None:
+    engine = make_engine(num_blocks=12)
+    for number in range(200):
+        engine.add(f"loads {number}", is_remote=True, prompt=range(20 * number, 20 * number + 13))
+    engine.step()
+    assert engine.connector.num_lookups == 200
+    for number in range(2, 10):
+        engine.end_load(f"loads {number - 2}")
+        engine.step()
+        before = engine.connector.num_lookups
+        engine.step()
+        assert list(engine.connector.loads)[-1] == f"loads {number}", "not in the order of arrival"
+        engine.scheduler.abort_requests([f"loads {number - 2}"])
+        engine.step()
+        assert engine.connector.num_lookups - before <= 2, "the one whose load has ended, and the next"
 
 
 def test_a_load_of_more_than_half_of_the_pool_begins() -> None:

@@ -139,12 +139,13 @@ class RemoteKV:
 
     def has_turn(self, request: Request) -> bool:
         """Returns whether to look at a waiting request in this round: not while its KV is being loaded, or transfers
-        pin the blocks that it needs.
+        pin the blocks that it needs or might load into.
 
         Requests whose match was pending take turns if there are many. The number of turns is a power of two, so that
         each of them has its turn in time even while the number changes.
         """
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+        is_crowded_out = request.waits_for_loads and self._exceeds(self._awaited, MAX_AWAITED)
+        if is_crowded_out or request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             return False
         if (self._loads or self._held) and self._starving.get(request) == (request.num_tokens, self._num_ended):
             return False
@@ -178,25 +179,24 @@ class RemoteKV:
                 match = NO_MATCH
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size
-        most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens
-        num_tokens = min(match.num_tokens, most) // block_size * block_size
-        if num_tokens > 0 and match.is_async and self._waits_for_others(request, hit):
-            return PENDING
+        num_tokens = min(match.num_tokens, request.num_tokens - 1 - hit.num_tokens) // block_size * block_size
+        if num_tokens > 0 and match.is_async:
+            request.waits_for_loads = self._exceeds(self._awaited, MAX_AWAITED)
+            if request.waits_for_loads or self._waits_for_same_load(request, hit):
+                return PENDING
         self._asked_since.pop(request.request_id, None)
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
-    def _waits_for_others(self, request: Request, hit: PrefixHit) -> bool:
-        """Returns whether the request waits because the block after its hit is being loaded for another one, or because
-        loads that others wait for pin too much of the pool.
+    def _waits_for_same_load(self, request: Request, hit: PrefixHit) -> bool:
+        """Returns whether the request waits because the block after its hit is being loaded for another one.
 
         Sharing that load saves a transfer and its blocks. But a load may be lost, so the wait is much shorter than the
         time that a load may take, and a request that does not load itself never waits for one.
         """
-        is_full = self._exceeds(self._awaited, MAX_AWAITED)
-        if not is_full and request.block_hashes[hit.num_blocks] not in self._awaited_hashes:
+        if request.block_hashes[hit.num_blocks] not in self._awaited_hashes:
             return False
         since = self._asked_since.setdefault(request.request_id, self._clock.now())
-        return is_full or self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
+        return self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
 
     def on_starved(self, request: Request) -> None:
         """Called when a request was preempted although it ran alone, because transfers pinned the blocks it needed.
