@@ -158,6 +158,8 @@ def test_metrics_can_need_a_key() -> None:
         app = create_app(cast(Service, SimpleNamespace(args=args, metrics=metrics)))
         assert asyncio.run(_status(app, "GET", "/metrics", [])) == status
         assert asyncio.run(_status(app, "GET", "/v1/models", [])) == 401
+    with pytest.raises(ConfigError, match=r"protect_metrics needs a key .* set --api-key"):
+        ServerArgs(protect_metrics=True).check()
 
 
 def test_administration_has_a_separate_key(keyed: ServerProcess) -> None:

@@ -111,10 +111,9 @@ class ServerArgs:
             if not all(_KEY.fullmatch(key) for key in getattr(self, name)):
                 raise ConfigError(f"{name} must be printable ASCII without spaces, because it travels in a header")
         if self.api_key and self.admin_port is not None and not self.admin_api_key:
-            raise ConfigError(
-                "admin_port beside an API key needs a key of its own, because clients must not drain the server: "
-                "set --admin-api-key (or PENSTOCK_ADMIN_API_KEY)"
-            )
+            raise ConfigError("admin_port beside api_key needs another: set --admin-api-key (PENSTOCK_ADMIN_API_KEY)")
+        if self.protect_metrics and not self.api_key:
+            raise ConfigError("protect_metrics needs a key that clients of /metrics must send: set --api-key")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from every api_key")
         if not self.is_loopback and not self.api_key and not self.allow_unauthenticated:
@@ -122,9 +121,8 @@ class ServerArgs:
                 f"host={self.host} makes the engine reachable from the network without authentication: set --api-key "
                 "(or PENSTOCK_API_KEY), or pass --allow-unauthenticated if a proxy in front of it authenticates"
             )
-        modules = [name for name, _ in self.loras]
-        if len(set(modules)) < len(modules):
-            raise ConfigError(f"two lora_modules have one name: {', '.join(modules)}")
+        if len(dict(self.loras)) < len(self.lora_modules):
+            raise ConfigError(f"two lora_modules have one name: {', '.join(self.lora_modules)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile must be given together")
 

@@ -58,8 +58,8 @@ class Request:
     A request that continues given output begins like a preempted one that had generated it.
 
     `num_last_accepted` is how many drafts of the last processed step were accepted. `num_loaded_tokens` of its
-    tokens were in the cache when the last load for it ended, unless it has gained a token since. `waits_for_loads`: other
-    requests' loads took too much of the pool when it was last looked at.
+    tokens were in the cache when the last load for it ended, unless it has gained a token since. `waits_for_loads`:
+    those of other requests took too much of the pool when it was last looked at.
 
     `num_samples_in_flight` counts the steps in flight that sample for it, `last_sampling_step` is the newest of them.
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
