@@ -107,9 +107,8 @@ class ServerArgs:
         for name in ("shutdown_timeout", "health_timeout", "restart_on_failure", "max_body_bytes"):
             if not getattr(self, name) >= (1 if name == "max_body_bytes" else 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("api_key", "admin_api_key"):
-            if not all(_KEY.fullmatch(key) for key in getattr(self, name)):
-                raise ConfigError(f"{name} must be printable ASCII without spaces, because it travels in a header")
+        if not all(_KEY.fullmatch(key) for key in (*self.api_key, *self.admin_api_key)):
+            raise ConfigError("a key must be printable ASCII without spaces, because it travels in a header")
         if self.api_key and self.admin_port is not None and not self.admin_api_key:
             raise ConfigError("admin_port beside api_key needs another: set --admin-api-key (PENSTOCK_ADMIN_API_KEY)")
         if self.protect_metrics and not self.api_key:
