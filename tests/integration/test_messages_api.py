@@ -85,9 +85,13 @@ def test_blocks_and_system_texts_are_joined(client: anthropic.Anthropic, real: S
 def test_events(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "What are you?"}]}
     events: Any = list(client.messages.create(**asked, stream=True))
-    assert [event.type for event in events] == [
-        "message_start", "content_block_start", *["content_block_delta"] * 5, "content_block_stop", "message_delta",
-        "message_stop",
+    kinds = [event.type for event in events]
+    # Tokens that a busy server has ready at once come together.
+    num_deltas = kinds.count("content_block_delta")
+    assert 1 <= num_deltas <= 5
+    assert kinds == [
+        "message_start", "content_block_start", *["content_block_delta"] * num_deltas, "content_block_stop",
+        "message_delta", "message_stop",
     ]  # fmt: skip
     whole = client.messages.create(**asked)
     start, end = events[0].message, events[-2]
