@@ -56,12 +56,13 @@ class Engine:
     clock: ManualClock
     kv: KVCacheManager
 
-    def add(self, request_id: str, *, is_remote: bool, prompt: range = range(13)) -> None:
+    def add(self, request_id: str, *, is_remote: bool, prompt: range = range(13), output: tuple[int, ...] = ()) -> None:
         params = SamplingParams(kv_transfer_params={"remote": True} if is_remote else None)
         self.scheduler.add_request(
             EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt),
+                output_token_ids=output,
                 sampling_params=params,
                 max_tokens=4,
                 seed=0,
@@ -244,6 +245,45 @@ def test_requests_that_wait_for_the_end_of_a_load_are_not_looked_at_before() -> 
         engine.scheduler.abort_requests([f"loads {number - 2}"])
         engine.step()
         assert engine.connector.num_lookups - before <= 2, "the one whose load has ended, and the next"
+
+
+def test_an_answer_that_has_begun_does_not_wait_for_loads() -> None:
+    engine = make_engine(num_blocks=12)
+    for number in range(3):
+        engine.add(f"loads {number}", is_remote=True, prompt=range(20 * number, 20 * number + 13))
+    engine.add("begun", is_remote=True, prompt=range(100, 110), output=(1, 2))
+    assert engine.step() == {"begun": 12}
+    assert list(engine.connector.loads) == ["loads 0", "loads 1"]
+
+
+def test_a_request_waits_for_the_end_of_loads_no_longer_than_one_may_take() -> None:
+    engine = make_engine(num_blocks=26, config=replace(CONFIG, max_num_seqs=40))
+    for number in range(30):
+        engine.add(f"loads {number}", is_remote=True, prompt=range(20 * number, 20 * number + 13))
+    assert engine.step() == {}
+    assert len(engine.connector.loads) == 5, "15 of 25 blocks"
+    engine.clock.advance(TIMEOUT - 1)
+    for number in range(4):
+        engine.end_load(f"loads {number}")
+    engine.step()
+    engine.scheduler.abort_requests([f"loads {number}" for number in range(4)])
+    assert engine.step() == {}
+    assert len(engine.connector.loads) == 9
+    engine.clock.advance(1)
+    assert engine.step() == {"loads 9": 13, "loads 10": 13}
+
+
+def test_a_request_that_ran_and_waits_again_is_looked_at() -> None:
+    """Whatever it waited for before."""
+    engine = make_engine(num_blocks=12)
+    for number in range(3):
+        engine.add(f"loads {number}", is_remote=True, prompt=range(20 * number, 20 * number + 13))
+    engine.step()
+    request = engine.scheduler._requests["loads 2"]
+    assert request.waits_for_loads
+    engine.scheduler.abort_requests(["loads 0", "loads 1"])
+    assert engine.step() == {"loads 2": 13}, "too many blocks are in quarantine to load"
+    assert not request.waits_for_loads
 
 
 def test_a_load_of_more_than_half_of_the_pool_begins() -> None:

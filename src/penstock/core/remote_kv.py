@@ -144,14 +144,15 @@ class RemoteKV:
         Requests whose match was pending take turns if there are many. The number of turns is a power of two, so that
         each of them has its turn in time even while the number changes.
         """
-        is_crowded_out = request.waits_for_loads and self._exceeds(self._awaited, MAX_AWAITED)
-        if is_crowded_out or request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+        starves = self._starving.get(request) == (request.num_tokens, self._num_ended) and (self._loads or self._held)
+        if starves or request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             return False
-        if (self._loads or self._held) and self._starving.get(request) == (request.num_tokens, self._num_ended):
-            return False
+        if request.waits_for_loads:
+            return not (self._exceeds(self._awaited, MAX_AWAITED) and self._is_patient(request))
         num_turns = 1 << (len(self._asked_since) // _MAX_PENDING).bit_length()
-        is_turn = (self._num_rounds + request.arrival_index) % num_turns == 0
-        return is_turn or request.request_id not in self._asked_since
+        return (
+            request.request_id not in self._asked_since or (self._num_rounds + request.arrival_index) % num_turns == 0
+        )
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """Returns what the connector can load after a hit; nothing if the request has waited or failed too often.
@@ -163,15 +164,14 @@ class RemoteKV:
             # behind it may take the blocks that it needs to run, every time.
             request.num_failed_loads += 1
             request.num_loaded_tokens = 0
-        if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
-            return NO_MATCH
-        if self._exceeds(self._quarantined, MAX_QUARANTINE) or self._is_someone_starving:
+        request.waits_for_loads = False
+        may_load = request.uses_prefix_cache and request.num_failed_loads < MAX_FAILED_LOADS
+        if not may_load or self._exceeds(self._quarantined, MAX_QUARANTINE) or self._is_someone_starving:
             return NO_MATCH
         with contained(request.request_id, may_refuse=False):
             match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
             if match.is_pending:
-                since = self._asked_since.setdefault(request.request_id, self._clock.now())
-                if self._clock.now() - since < self._timeout:
+                if self._is_patient(request):
                     return match
                 self._num_timeouts += 1
                 request.num_failed_loads = MAX_FAILED_LOADS
@@ -180,10 +180,12 @@ class RemoteKV:
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size
         num_tokens = min(match.num_tokens, request.num_tokens - 1 - hit.num_tokens) // block_size * block_size
-        if num_tokens > 0 and match.is_async:
-            request.waits_for_loads = self._exceeds(self._awaited, MAX_AWAITED)
-            if request.waits_for_loads or self._waits_for_same_load(request, hit):
-                return PENDING
+        if num_tokens > 0 and match.is_async and self._exceeds(self._awaited, MAX_AWAITED):
+            # An answer that has begun does not wait.
+            request.waits_for_loads = not request.num_output_tokens and self._is_patient(request)
+            return PENDING if request.waits_for_loads else NO_MATCH
+        if num_tokens > 0 and match.is_async and self._waits_for_same_load(request, hit):
+            return PENDING
         self._asked_since.pop(request.request_id, None)
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
@@ -193,10 +195,13 @@ class RemoteKV:
         Sharing that load saves a transfer and its blocks. But a load may be lost, so the wait is much shorter than the
         time that a load may take, and a request that does not load itself never waits for one.
         """
-        if request.block_hashes[hit.num_blocks] not in self._awaited_hashes:
-            return False
+        is_shared = request.block_hashes[hit.num_blocks] in self._awaited_hashes
+        return is_shared and self._is_patient(request, SHARED_LOAD_PATIENCE)
+
+    def _is_patient(self, request: Request, share: float = 1.0) -> bool:
+        """Returns whether a request has waited for a match for less than a share of the timeout."""
         since = self._asked_since.setdefault(request.request_id, self._clock.now())
-        return self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
+        return self._clock.now() - since < self._timeout * share
 
     def on_starved(self, request: Request) -> None:
         """Called when a request was preempted although it ran alone, because transfers pinned the blocks it needed.
@@ -374,11 +379,9 @@ class RemoteKV:
             assert load.is_detached or not load.is_async or waits, f"{transfer_id}: {load.request.status}"
         waiting = self._waiting_loads
         assert self._num_waiting == len(waiting), self._num_waiting
-        awaited = Counter(block_hash for load in waiting for block_hash in load.hashes)
-        assert self._awaited_hashes == awaited, (len(self._awaited_hashes), len(awaited))
+        assert self._awaited_hashes == Counter(block_hash for load in waiting for block_hash in load.hashes)
         assert self._awaited == sum((load.num_blocks for load in waiting), Counter[bool]()), self._awaited
         detached = sum((load.num_blocks for load in self._loads.values() if load.is_detached), Counter[bool]())
         assert self._quarantined == detached, self._quarantined
-        attached = sum(map(len, self._loads_of.values()))
-        assert attached == sum(not load.is_detached for load in self._loads.values()), attached
+        assert sum(map(len, self._loads_of.values())) == sum(not load.is_detached for load in self._loads.values())
         self._connector.check_integrity()
