@@ -321,6 +321,16 @@ class TestSameBits:
         assert torch.equal(run([Part(sequence, 0, 211)], window=window), before)
 
 
+@pytest.mark.parametrize("scale", [1e-38, 5e37])
+def test_one_row_rounds_tiny_and_huge_numbers_like_many(isa: str, scale: float) -> None:
+    torch.manual_seed(4)
+    sequence = Sequence.random(100, (4, 2), 128, torch.bfloat16)
+    sequence.v.mul_(scale)
+    whole = run([Part(sequence, 0, 100)])
+    rows = torch.cat([run([Part(sequence, row, row + 1)]) for row in range(100)])
+    assert torch.equal(rows, whole)
+
+
 class TestRanges:
     """Keys beyond those of one range, which threads may compute at the same time: 2,200 positions are three ranges."""
 

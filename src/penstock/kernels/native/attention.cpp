@@ -247,7 +247,8 @@ public:
             for (int64_t head = 0; head < item.heads; ++head) {
                 const KVTile<C> tile = tiles.of(head);
                 Prefetch<C> prefetch;
-                if (reads) prefetch = Prefetch<C>(tiles, head, more ? &next : nullptr, a_.shape());
+                if (reads)
+                    prefetch = Prefetch<C>(tiles, head, more ? &next : nullptr, a_.head_dim, engine_.multiplies_in_place());
                 engine_.set_tile(tile, prefetch);
                 visit(item.first_head + head, start);
             }
@@ -351,8 +352,8 @@ private:
         return tiles;
     }
 
-    // Adds the current tile to the rows of a KV head's groups that see some of it. All groups take one step before the next:
-    // reading right after writing would wait for the writes.
+    // Adds the current tile to those groups of a KV head that see some of it. All of them take one step before the
+    // next: reading right after writing would wait for the writes.
     void visit(int64_t kv_head, int64_t start) {
         int seen[kGroups], count = 0;
         for (int index = 0; index < count_; ++index) {

@@ -2,7 +2,8 @@
 //
 // Both read keys as pairs of adjacent dimensions, for 16 keys side by side, and values as pairs of the adjacent keys 2i and
 // 2i + 1, for all dimensions side by side. A cache in pairs (kv_rows.h) stores them so; of other caches, pairs are made
-// for every tile. Dot products and tiles round differently, so one engine serves decode and prefill rows.
+// for every tile. Dot products and tiles round differently, so one engine serves decode and prefill rows; that with tiles
+// computes one or two rows with vectors, which round as its tiles do.
 #pragma once
 
 #include "attention_tile.h"
@@ -59,13 +60,13 @@ public:
           pairs_(arena.zeros<Pair>(kTile / 2 * stride_)),
           zeros_(arena.zeros<bf16>(stride_)) {}
 
-    // Prefetches `lines` lines of the next tile with each pair.
-    void set(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch, int64_t lines) {
+    // Prefetches `lines` lines of the next tile with each pair. If `in_place`, a cache in pairs is read where it is.
+    void set(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch, int64_t lines, bool in_place) {
         for (int pair = 0; pair < kTile / 2; ++pair) {
             prefetch.issue(lines);
             at_[pair] = pairs_ + pair * stride_;
             if (in_pairs_) {
-                read_in_place(tile, pair);
+                read_pair(tile, pair, in_place);
                 continue;
             }
             const bf16* even = row(tile, 2 * pair);
@@ -74,7 +75,7 @@ public:
         }
     }
 
-    // The values of a pair, for all dimensions; with tiles, `stride` behind those of the pair before.
+    // The values of a pair, for all dimensions; unless in place, `stride` behind those of the pair before.
     const Pair* operator[](int pair) const { return at_[pair]; }
     int64_t stride() const { return stride_; }
 
@@ -87,8 +88,8 @@ private:
         return is_seen(tile, key) ? tile.values[key / kSpan] + key % kSpan * row_ : zeros_;
     }
 
-    // A pair is copied if only one of its keys is seen, and for tiles.
-    void read_in_place(const KVTile<bf16>& tile, int pair) {
+    // A pair is copied unless it is read in place and both of its keys are seen.
+    void read_pair(const KVTile<bf16>& tile, int pair, bool in_place) {
         const bool even = is_seen(tile, 2 * pair), odd = is_seen(tile, 2 * pair + 1);
         Pair* const copy = pairs_ + pair * stride_;
         if (!even && !odd) {
@@ -96,7 +97,7 @@ private:
             return;
         }
         const Pair* const from = reinterpret_cast<const Pair*>(tile.values[pair / 8 * 2]) + pair % 8 * dim_;
-        if (even && odd && !kHasTiles) {
+        if (even && odd && in_place) {
             at_[pair] = from;
             return;
         }
@@ -133,9 +134,128 @@ inline void find_keys(const KVTile<bf16>& tile, const Pair* (&keys)[kTile / 16])
 
 #if !defined(__AMX_BF16__)
 
-inline Vec add_product(Vec acc, Pair a, __m512i b) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+// Sums of products of pairs.
+class PairSum {
+public:
+    PENSTOCK_INLINE void begin(Vec sum) { sum_ = sum; }
+    PENSTOCK_INLINE void add(Pair a, __m512i b) {
+        sum_ = _mm512_dpbf16_ps(sum_, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+    }
+    PENSTOCK_INLINE void end_block() {}
+    PENSTOCK_INLINE Vec value() const { return sum_; }
+
+private:
+    Vec sum_;
+};
+
+constexpr int kRowsAtOnce = 4;
+
+#else
+
+// The same with the roundings of tiles, while there is a FlushSubnormals: the even and the odd products of a block have
+// sums of their own, which are added up and then to the sum before (TDPBF16PS in Intel's Software Developer's Manual).
+class PairSum {
+public:
+    PENSTOCK_INLINE void begin(Vec sum) {
+        sum_ = sum;
+        even_ = odd_ = splat(0);
+    }
+    PENSTOCK_INLINE void add(Pair a, __m512i b) {
+        const __m512i all = _mm512_set1_epi32(static_cast<int>(a));
+        even_ = fma(even(all), even(b), even_);
+        odd_ = fma(odd(all), odd(b), odd_);
+    }
+    PENSTOCK_INLINE void end_block() { begin(sum_ + (even_ + odd_)); }
+    PENSTOCK_INLINE Vec value() const { return sum_; }
+
+private:
+    static PENSTOCK_INLINE Vec even(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+    static PENSTOCK_INLINE Vec odd(__m512i pairs) {
+        return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    }
+
+    Vec sum_, even_, odd_;
+};
+
+constexpr int kRowsAtOnce = 2;
+
+#endif
+
+constexpr int64_t kBlock = 16;  // pairs that a tile multiplies at a time
+constexpr int kParts = kTile / 16;
+
+template <int N>
+struct Rows {
+    static constexpr int kCount = N;
+};
+
+// Calls f(Rows, first row) until all of `count` rows are done.
+template <class F>
+inline void by_rows(int count, const F& f) {
+    int row = 0;
+    if constexpr (kRowsAtOnce == 4)
+        for (; row + 4 <= count; row += 4) f(Rows<4>(), row);
+    for (; row + 2 <= count; row += 2) f(Rows<2>(), row);
+    for (; row < count; ++row) f(Rows<1>(), row);
 }
+
+// s [R, kTile] = q [R, steps pairs] k^T, of keys in pairs.
+template <int R, class Step>
+inline void score_pairs(const Pair* q, const Pair* const (&parts)[kParts], int64_t steps, float* s, const Step& step) {
+    const Pair* keys[kParts];
+    for (int part = 0; part < kParts; ++part) keys[part] = parts[part];
+    PairSum sums[R][kParts];
+    for (int r = 0; r < R; ++r)
+        for (int part = 0; part < kParts; ++part) sums[r][part].begin(splat(0));
+    for (int64_t end = kBlock, i = 0; i < steps; end += kBlock) {
+        for (; i < end && i < steps; ++i) {
+            step();
+            for (int part = 0; part < kParts; ++part) {
+                const __m512i column = _mm512_loadu_si512(keys[part] + i * 16);
+                for (int r = 0; r < R; ++r) sums[r][part].add(q[r * steps + i], column);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int part = 0; part < kParts; ++part) sums[r][part].end_block();
+    }
+    for (int r = 0; r < R; ++r)
+        for (int part = 0; part < kParts; ++part) store(s + r * kTile + part * kLanes, sums[r][part].value());
+}
+
+// acc [R, 16 N columns of `padded`] += w v of the pairs [first, last) of a tile, from dimension d on.
+template <int R, int N, class Step>
+inline void add_columns(const Pair* w, const ValuePairs& values, int first, int last, int64_t d, float* acc,
+                        int64_t padded, const Step& step) {
+    PairSum sums[R][N];
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) sums[r][n].begin(load(acc + r * padded + n * kLanes));
+    for (int pair = first; pair < last;) {
+        for (const int end = (pair / kBlock + 1) * kBlock; pair < end && pair < last; ++pair) {
+            step();
+            const Pair* const v = values[pair] + d;
+            for (int n = 0; n < N; ++n) {
+                const __m512i column = _mm512_loadu_si512(v + n * kLanes);
+                for (int r = 0; r < R; ++r) sums[r][n].add(w[r * kTile / 2 + pair], column);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n) sums[r][n].end_block();
+    }
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) store(acc + r * padded + n * kLanes, sums[r][n].value());
+}
+
+// acc [R, padded] += w v of the pairs [first, last) of a tile.
+template <int R, class Step>
+inline void add_pairs(const Pair* w, const ValuePairs& values, int first, int last, float* acc, int64_t padded,
+                      const Step& step) {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= padded; d += 4 * kLanes)
+        add_columns<R, 4>(w, values, first, last, d, acc + d, padded, step);
+    for (; d < padded; d += kLanes) add_columns<R, 1>(w, values, first, last, d, acc + d, padded, step);
+}
+
+#if !defined(__AMX_BF16__)
 
 class BFloat16Engine {
 public:
@@ -165,12 +285,14 @@ public:
             std::memcpy(queries_ + (group * kGroup + row) * dim_ / 2, rows[row], dim_ * sizeof(bf16));
     }
 
+    bool multiplies_in_place() const { return in_pairs_; }
+
     void set_tile(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
         if (in_pairs_)
             find_keys(tile, keys_);
         else
             stage_keys(tile, prefetch);
-        values_.set(tile, prefetch, in_pairs_ ? 0 : prefetch.share(kTile / 2));
+        values_.set(tile, prefetch, in_pairs_ ? 0 : prefetch.share(kTile / 2), true);
         first_pair_ = tile.begin / 2;
         last_pair_ = (tile.end + 1) / 2;
         prefetch_ = &prefetch;
@@ -179,7 +301,9 @@ public:
     void scores(int group, int count, float* s) const {
         const Pair* q = queries_ + group * kGroup * dim_ / 2;
         with_prefetch(*prefetch_, dim_ / 2, [&](const auto& step) {
-            by_rows(count, [&](auto rows, int row) { score<rows.kCount>(q + row * dim_ / 2, s + row * kTile, step); });
+            by_rows(count, [&](auto rows, int row) {
+                score_pairs<rows.kCount>(q + row * dim_ / 2, keys_, dim_ / 2, s + row * kTile, step);
+            });
         });
     }
 
@@ -188,29 +312,16 @@ public:
     void accumulate(int group, int count, float* acc) const {
         const Pair* w = reinterpret_cast<const Pair*>(weights_ + group * kGroup * kTile);
         with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
-            by_rows(count, [&](auto rows, int row) { add<rows.kCount>(w + row * kTile / 2, acc + row * padded_, step); });
+            by_rows(count, [&](auto rows, int row) {
+                add_pairs<rows.kCount>(w + row * kTile / 2, values_, first_pair_, last_pair_, acc + row * padded_, padded_,
+                                       step);
+            });
         });
     }
 
 private:
-    static constexpr int kParts = kTile / 16;
-
     // Of a tile whose keys are staged.
     static int64_t key_pairs(Shape shape) { return shape.in_pairs ? 0 : (shape.head_dim + 31) / 32 * 16 * kTile; }
-
-    template <int N>
-    struct Rows {
-        static constexpr int kCount = N;
-    };
-
-    // Calls f(Rows, first row) until all of `count` rows are done.
-    template <class F>
-    static void by_rows(int count, const F& f) {
-        int row = 0;
-        for (; row + 4 <= count; row += 4) f(Rows<4>(), row);
-        for (; row + 2 <= count; row += 2) f(Rows<2>(), row);
-        for (; row < count; ++row) f(Rows<1>(), row);
-    }
 
     void stage_keys(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
         const int64_t lines = prefetch.share(kParts * ((dim_ + 31) / 32));
@@ -227,52 +338,6 @@ private:
                 transpose_pairs(rows, d, dim_, to + d * 8, 16);
             }
         }
-    }
-
-    // s [R, kTile] = q k^T.
-    template <int R, class Step>
-    void score(const Pair* q, float* s, const Step& step) const {
-        const int64_t steps = dim_ / 2;
-        const Pair* keys[kParts];
-        for (int part = 0; part < kParts; ++part) keys[part] = keys_[part];
-        Vec sums[R][kParts];
-        for (int r = 0; r < R; ++r)
-            for (int part = 0; part < kParts; ++part) sums[r][part] = splat(0);
-        for (int64_t i = 0; i < steps; ++i) {
-            step();
-            for (int part = 0; part < kParts; ++part) {
-                const __m512i column = _mm512_loadu_si512(keys[part] + i * 16);
-                for (int r = 0; r < R; ++r) sums[r][part] = add_product(sums[r][part], q[r * steps + i], column);
-            }
-        }
-        for (int r = 0; r < R; ++r)
-            for (int part = 0; part < kParts; ++part) store(s + r * kTile + part * kLanes, sums[r][part]);
-    }
-
-    // acc [R, padded_dim] += w v.
-    template <int R, class Step>
-    void add(const Pair* w, float* acc, const Step& step) const {
-        int64_t d = 0;
-        for (; d + 4 * kLanes <= padded_; d += 4 * kLanes) add_columns<R, 4>(w, d, acc + d, step);
-        for (; d < padded_; d += kLanes) add_columns<R, 1>(w, d, acc + d, step);
-    }
-
-    template <int R, int N, class Step>
-    void add_columns(const Pair* w, int64_t d, float* acc, const Step& step) const {
-        Vec sums[R][N];
-        for (int r = 0; r < R; ++r)
-            for (int n = 0; n < N; ++n) sums[r][n] = load(acc + r * padded_ + n * kLanes);
-        for (int pair = first_pair_; pair < last_pair_; ++pair) {
-            step();
-            const Pair* const v = values_[pair] + d;
-            for (int n = 0; n < N; ++n) {
-                const __m512i column = _mm512_loadu_si512(v + n * kLanes);
-                for (int r = 0; r < R; ++r)
-                    sums[r][n] = add_product(sums[r][n], w[r * kTile / 2 + pair], column);
-            }
-        }
-        for (int r = 0; r < R; ++r)
-            for (int n = 0; n < N; ++n) store(acc + r * padded_ + n * kLanes, sums[r][n]);
     }
 
     const int64_t dim_, padded_;
@@ -298,6 +363,23 @@ struct alignas(64) TileConfig {
 
 // The compiler does not know that tile instructions access memory.
 inline void fence() { asm volatile("" ::: "memory"); }
+
+// Subnormal operands and results are zeros meanwhile, as those of tiles are.
+class FlushSubnormals {
+public:
+    FlushSubnormals() : before_(_mm_getcsr()) {
+        _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+        fence();
+    }
+    ~FlushSubnormals() {
+        fence();
+        _mm_setcsr(before_);
+    }
+    FlushSubnormals(const FlushSubnormals&) = delete;
+
+private:
+    const unsigned before_;
+};
 
 // Without a cache in pairs, scores are computed transposed, K q^T: so keys are read from the cache in place all the same,
 // and only the few query rows and the scores themselves are transposed. Either product is the same sum.
@@ -333,6 +415,7 @@ public:
     BFloat16Engine(const BFloat16Engine&) = delete;
 
     void set_queries(int group, const bf16* const* rows, int count) {
+        most_rows_ = group && most_rows_ > count ? most_rows_ : count;
         Pair* to = queries_ + group * kGroup * wide_ / 2;
         if (in_pairs_) {
             for (int row = 0; row < count; ++row) std::memcpy(to + row * wide_ / 2, rows[row], dim_ * sizeof(bf16));
@@ -343,6 +426,8 @@ public:
         for (int64_t d = 0; d < dim_; d += 32) transpose_pairs(all, d, dim_, to + d * 8, 16);
     }
 
+    bool multiplies_in_place() const { return in_pairs_ && most_rows_ <= kFewRows; }
+
     void set_tile(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
         if (in_pairs_) find_keys(tile, pairs_);
         for (int i = 0; i < kTile / 16 && !in_pairs_; ++i) {
@@ -352,14 +437,23 @@ public:
         if (!in_pairs_ && !direct_) stage_keys(tile);
         prefetch_ = &prefetch;
         // The rest is prefetched between the products.
-        values_.set(tile, prefetch, prefetch.lines() * 3 / 8 / (kTile / 2));
+        const bool in_place = multiplies_in_place();
+        values_.set(tile, prefetch, in_place ? 0 : prefetch.lines() * 3 / 8 / (kTile / 2), in_place);
         begin_ = tile.begin;
         end_ = tile.end;
         fence();
     }
 
-    void scores(int group, int, float* s) const {
+    void scores(int group, int count, float* s) const {
         const Pair* q = queries_ + group * kGroup * wide_ / 2;
+        if (multiplies_in_place()) {
+            const FlushSubnormals meanwhile;
+            return with_prefetch(*prefetch_, wide_ / 2, [&](const auto& step) {
+                by_rows(count, [&](auto rows, int row) {
+                    score_pairs<rows.kCount>(q + row * wide_ / 2, pairs_, wide_ / 2, s + row * kTile, step);
+                });
+            });
+        }
         fence();
         _tile_zero(0);
         _tile_zero(1);
@@ -384,8 +478,18 @@ public:
 
     Weight* weights(int group) { return weights_ + group * kGroup * kTile; }
 
-    void accumulate(int group, int, float* acc) const {
+    void accumulate(int group, int count, float* acc) const {
         const bf16* const weights = weights_ + group * kGroup * kTile;
+        if (multiplies_in_place()) {
+            const FlushSubnormals meanwhile;
+            const Pair* w = reinterpret_cast<const Pair*>(weights);
+            return with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
+                by_rows(count, [&](auto rows, int row) {
+                    add_pairs<rows.kCount>(w + row * kTile / 2, values_, begin_ / 2, (end_ + 1) / 2, acc + row * padded_,
+                                           padded_, step);
+                });
+            });
+        }
         fence();
         int64_t column = 0;
         for (; column + 64 <= padded_; column += 64) accumulate_columns<4>(weights, acc + column, column);
@@ -468,6 +572,8 @@ private:
         if (N > 3) _tile_stored(3, acc + 48, stride);
     }
 
+    // Vectors are faster if no group has more rows.
+    static constexpr int kFewRows = 2;
     // Four products take about as long as so many lines.
     static constexpr int64_t kLinesBetween = 40;
 
@@ -484,6 +590,7 @@ private:
     const Pair* pairs_[kTile / 16];
     Prefetch<bf16>* prefetch_ = nullptr;
     int begin_ = 0, end_ = 0;
+    int most_rows_ = 0;  // of a group
 };
 
 #endif
@@ -506,6 +613,8 @@ public:
           engine_(arena, shape) {}
 
     void set_queries(int group, const bf16* const* rows, int count) { engine_.set_queries(group, rows, count); }
+
+    bool multiplies_in_place() const { return false; }
 
     void set_tile(const KVTile<int8_t>& tile, Prefetch<int8_t>& prefetch) {
         tile_.begin = tile.begin;

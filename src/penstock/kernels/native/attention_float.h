@@ -165,6 +165,8 @@ public:
         }
     }
 
+    bool multiplies_in_place() const { return false; }
+
     void set_tile(const KVTile<C>& tile, Prefetch<C>& prefetch) {
         prefetch_ = &prefetch;
         seen_ = {tile.begin, tile.end};

@@ -5,6 +5,7 @@
 //   Storage, Cached, Weight         types of q and of the cache; type that softmax writes its weights in
 //   Engine(arena, shape)            takes its scratch memory from the arena
 //   set_queries(group, rows, count) takes the query rows of one group, at most kGroup
+//   multiplies_in_place()           whether it reads values when they are multiplied, and not in set_tile
 //   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros;
 //                                   both arguments live until the next tile
 //   scores(group, count, s)         s [kGroup, kTile] = q k^T of the rows of one group; anything at masked keys
@@ -25,18 +26,11 @@ constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys a
 constexpr int kGroup = 16;  // query rows that process a tile together
 constexpr int kGroups = 8;  // groups of one work item, at most
 
-#if defined(__AMX_BF16__)
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-#endif
-
 // A cached row has head_dim numbers; a value is value_dim adjacent ones of such a row.
 struct Shape {
     int64_t head_dim, value_dim, block_size;
     bool in_pairs;  // the cache is one in pairs (kv_rows.h)
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }  // of a value
-    bool is_multiplied_in_place() const { return in_pairs && !kHasTiles; }
 };
 
 // Up to kTile keys and values of one request and one KV head.
@@ -115,11 +109,9 @@ public:
 
     // Prefetches for the head after number `head` of `tiles`, or the first one of `next`, which may be null. Of tiles that
     // are multiplied where they are, the values come with the scores of the same tile.
-    Prefetch(const KVTiles<C>& tiles, int64_t head, const KVTiles<C>* next, Shape shape)
-        : phases_(shape.is_multiplied_in_place() ? 2 : 4),
-          piece_bytes_(tiles.spans * kSpan * row_size<C>(shape.head_dim) * sizeof(C)) {
+    Prefetch(const KVTiles<C>& tiles, int64_t head, const KVTiles<C>* next, int64_t head_dim, bool in_place)
+        : phases_(in_place ? 2 : 4), piece_bytes_(tiles.spans * kSpan * row_size<C>(head_dim) * sizeof(C)) {
         const bool is_last = head + 1 == tiles.heads;
-        const bool in_place = shape.is_multiplied_in_place();
         if (in_place) add(tiles.of(head).values, tiles.spans);
         if (!is_last || next) {
             const KVTile<C> tile = is_last ? next->of(0) : tiles.of(head + 1);
