@@ -116,6 +116,16 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
     assert word not in without.outputs[0].text.split()
 
 
+def test_a_bad_word_of_white_space_is_that_white_space(llm: LLM) -> None:
+    (free,) = llm.generate("def add(a, b):", GREEDY, use_tqdm=False)
+    blank = free.outputs[0].token_ids[0]
+    word = llm.get_tokenizer().decode([blank])
+    assert word.isspace() and word[0] == "\n"
+    params = SamplingParams(temperature=0.0, max_tokens=24, bad_words=[word])
+    (without,) = llm.generate("def add(a, b):", params, use_tqdm=False)
+    assert blank not in without.outputs[0].token_ids
+
+
 def test_a_stream_ends_as_generate_does_and_can_be_closed(llm: LLM) -> None:
     (whole,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     texts = [output.outputs[0].text for output in llm.stream("Once upon a time", GREEDY)]

@@ -296,7 +296,7 @@ class InputProcessor:
             return ()
         spelled: dict[tuple[int, ...], None] = {}
         for word in words:
-            for text in (word.lstrip(), f" {word.lstrip()}"):
+            for text in (word.lstrip(" "), " " + word.lstrip(" ")) if word.strip(" ") else (word,):
                 token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
                 if token_ids:
                     spelled[token_ids] = None
