@@ -29,7 +29,7 @@ from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutpu
 from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.request_log import EngineObserver
-from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from penstock.tokenizer.tokenizer import LARGE_CHARACTERS, Tokenizer, load_tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, RequestError
 from penstock.utils.machine import count_gpus, numa_nodes
@@ -282,19 +282,20 @@ class AsyncLLM:
         name = request_id or secrets.token_hex(16)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self.encode(
-                            prompt,
-                            params,
-                            f"{name}-{number}",
-                            priority=priority,
-                            trace=trace,
-                            data_parallel_rank=data_parallel_rank,
-                        )
+                tasks: list[asyncio.Task[PoolingRequestOutput[PoolingOutput]]] = []
+                for number, (prompt, params) in enumerate(prompts):
+                    encoded = self.encode(
+                        prompt,
+                        params,
+                        f"{name}-{number}",
+                        priority=priority,
+                        trace=trace,
+                        data_parallel_rank=data_parallel_rank,
                     )
-                    for number, (prompt, params) in enumerate(prompts)
-                ]
+                    tasks.append(group.create_task(encoded))
+                    # Between two prompts other clients have their turn, and of large ones there is one at a time.
+                    is_large = _num_characters(prompt) >= LARGE_CHARACTERS
+                    await (asyncio.wait(tasks[-1:]) if is_large else asyncio.sleep(0))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing
     truncation = tokenizing.truncation
     found: list[Prompt] = []
     for prompt in prompts:
+        await asyncio.sleep(0)  # other clients have their turn
         if isinstance(prompt, str) and prompt:
             encode = service.llm.get_tokenizer().encode
             work = service.llm.text_work.run(len(prompt), encode, prompt, tokenizing.add_special_tokens, truncation)
