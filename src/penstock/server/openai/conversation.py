@@ -174,7 +174,7 @@ def content_of(message: ChatMessage) -> str:
 
 def _arguments(text: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
