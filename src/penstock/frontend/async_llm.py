@@ -295,7 +295,7 @@ class AsyncLLM:
                     tasks.append(group.create_task(encoded))
                     # Between two prompts other clients have their turn, and of large ones there is one at a time.
                     is_large = _num_characters(prompt) >= LARGE_CHARACTERS
-                    await (asyncio.wait(tasks[-1:]) if is_large else asyncio.sleep(0))
+                    await asyncio.wait(tasks[-1:], timeout=None if is_large else 0)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]

@@ -59,11 +59,11 @@ async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing
     truncation = tokenizing.truncation
     found: list[Prompt] = []
     for prompt in prompts:
-        await asyncio.sleep(0)  # other clients have their turn
         if isinstance(prompt, str) and prompt:
             encode = service.llm.get_tokenizer().encode
             work = service.llm.text_work.run(len(prompt), encode, prompt, tokenizing.add_special_tokens, truncation)
-            text, tokens = {} if truncation else {"prompt": prompt}, await work
+            # As a task: so other clients have their turn.
+            text, tokens = {} if truncation else {"prompt": prompt}, await asyncio.create_task(work)
             # A prompt that is too long is refused before the others are tokenized.
             service.llm.check_prompt(tokens)
             found.append({**text, "prompt_token_ids": tokens})
