@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": 372,
     "audit": 947,
     "cli": 1654,
-    "config": 3905,
+    "config": 3908,
     "core": 1996,
     "engine": 993,
     "executor": 583,

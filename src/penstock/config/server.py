@@ -108,9 +108,12 @@ class ServerArgs:
             if not getattr(self, name) >= (1 if name == "max_body_bytes" else 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if not all(_KEY.fullmatch(key) for key in (*self.api_key, *self.admin_api_key)):
-            raise ConfigError("a key must be printable ASCII without spaces, because it travels in a header")
+            raise ConfigError("api_key and admin_api_key must be printable ASCII without spaces, as headers are")
         if self.api_key and self.admin_port is not None and not self.admin_api_key:
-            raise ConfigError("admin_port beside api_key needs another: set --admin-api-key (PENSTOCK_ADMIN_API_KEY)")
+            raise ConfigError(
+                "admin_port beside an API key needs a key of its own, because clients must not drain the server: "
+                "set --admin-api-key (or PENSTOCK_ADMIN_API_KEY)"
+            )
         if self.protect_metrics and not self.api_key:
             raise ConfigError("protect_metrics needs a key that clients of /metrics must send: set --api-key")
         if set(self.api_key) & set(self.admin_api_key):

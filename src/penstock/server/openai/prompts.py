@@ -62,7 +62,7 @@ async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing
         if isinstance(prompt, str) and prompt:
             encode = service.llm.get_tokenizer().encode
             work = service.llm.text_work.run(len(prompt), encode, prompt, tokenizing.add_special_tokens, truncation)
-            # As a task: so other clients have their turn.
+            # A task of its own lets other clients have their turn, also between short prompts.
             text, tokens = {} if truncation else {"prompt": prompt}, await asyncio.create_task(work)
             # A prompt that is too long is refused before the others are tokenized.
             service.llm.check_prompt(tokens)
