@@ -9,8 +9,9 @@
 
 namespace penstock::ISA {
 
-constexpr int kFewRows = 6;  // queries that read a tile
+constexpr int kFewRows = kRegisterLanes == 16 ? 10 : 6;  // queries that read a tile
 constexpr int kScored = kWide * kLanes;  // scores are computed for whole blocks of so many keys
+constexpr int kRowBlock = 2 * kRegisterLanes;  // likewise of a tile without a copy
 
 // The keys [begin, end) of a tile.
 struct KeyRange {
@@ -21,40 +22,79 @@ struct KeyRange {
     KeyRange in_blocks(int size) const { return {begin / size * size, (end + size - 1) / size * size}; }
 };
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 
 constexpr bool kReadsRows = true;
 
-// Four pairs of adjacent dimensions of eight rows, from dimension d on: pairs[i] has pair i of each.
-PENSTOCK_INLINE void transpose_pairs(const bf16* const* rows, int64_t d, __m256i (&pairs)[4]) {
+// Pairs of adjacent dimensions, one of each row.
+#if defined(__AVX512F__)
+
+using Pairs = __m512i;
+
+inline Register evens(Pairs a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+inline Register odds(Pairs a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+// The lower or the upper half of each 128 bits of two registers, in elements of 32 or 64 bits.
+inline Pairs lower_32(Pairs a, Pairs b) { return _mm512_unpacklo_epi32(a, b); }
+inline Pairs upper_32(Pairs a, Pairs b) { return _mm512_unpackhi_epi32(a, b); }
+inline Pairs lower_64(Pairs a, Pairs b) { return _mm512_unpacklo_epi64(a, b); }
+inline Pairs upper_64(Pairs a, Pairs b) { return _mm512_unpackhi_epi64(a, b); }
+// Four pairs each of rows 0, 4, 8 and 12.
+PENSTOCK_INLINE Pairs every_fourth(const bf16* const* rows, int64_t d) {
     const auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + d)); };
-    __m256i r[4], t[4];
-    for (int i = 0; i < 4; ++i) r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
+    const Pairs two = _mm512_inserti32x4(_mm512_castsi128_si512(load(0)), load(4), 1);
+    return _mm512_inserti32x4(_mm512_inserti32x4(two, load(8), 2), load(12), 3);
+}
+
+#else
+
+using Pairs = __m256i;
+
+inline Register evens(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+inline Register odds(Pairs a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+inline Pairs lower_32(Pairs a, Pairs b) { return _mm256_unpacklo_epi32(a, b); }
+inline Pairs upper_32(Pairs a, Pairs b) { return _mm256_unpackhi_epi32(a, b); }
+inline Pairs lower_64(Pairs a, Pairs b) { return _mm256_unpacklo_epi64(a, b); }
+inline Pairs upper_64(Pairs a, Pairs b) { return _mm256_unpackhi_epi64(a, b); }
+// Four pairs each of rows 0 and 4.
+PENSTOCK_INLINE Pairs every_fourth(const bf16* const* rows, int64_t d) {
+    const auto load = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + d)); };
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load(0)), load(4), 1);
+}
+
+#endif
+
+// Four pairs of as many rows as a register has lanes, from dimension d on: pairs[i] has pair i of each.
+PENSTOCK_INLINE void transpose_pairs(const bf16* const* rows, int64_t d, Pairs (&pairs)[4]) {
+    Pairs r[4], t[4];
+    for (int i = 0; i < 4; ++i) r[i] = every_fourth(rows + i, d);
     for (int i = 0; i < 4; i += 2) {
-        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+        t[i] = lower_32(r[i], r[i + 1]);
+        t[i + 1] = upper_32(r[i], r[i + 1]);
     }
     for (int i = 0; i < 2; ++i) {
-        pairs[2 * i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
-        pairs[2 * i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        pairs[2 * i] = lower_64(t[i], t[i + 2]);
+        pairs[2 * i + 1] = upper_64(t[i], t[i + 2]);
     }
 }
 
-// s [R, 8 N keys] = q [R, dim] of rows of bfloat16, each element one chain over the dimensions in ascending order.
+// s [R, keys of N registers] = q [R, dim] of rows of bfloat16, each element one chain over the dimensions in ascending
+// order.
 template <int R, int N, class Step>
 inline void score_rows(const float* q, const bf16* const* rows, int64_t dim, float* s, const Step& step) {
-    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
     Register acc[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) acc[r][n] = spread(0);
     for (int64_t d = 0; d < dim; d += 8) {
         step();
         for (int n = 0; n < N; ++n) {
-            __m256i pairs[4];
-            transpose_pairs(rows + 8 * n, d, pairs);
+            Pairs pairs[4];
+            transpose_pairs(rows + kRegisterLanes * n, d, pairs);
             for (int i = 0; i < 4; ++i) {
-                const Register even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs[i], 16));
-                const Register odd = _mm256_castsi256_ps(_mm256_and_si256(pairs[i], high));
+                const Register even = evens(pairs[i]), odd = odds(pairs[i]);
                 for (int r = 0; r < R; ++r) {
                     const float* at = q + r * dim + d + 2 * i;
                     acc[r][n] = multiply_add(spread(at[1]), odd, multiply_add(spread(at[0]), even, acc[r][n]));
@@ -63,44 +103,37 @@ inline void score_rows(const float* q, const bf16* const* rows, int64_t dim, flo
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) write(s + r * kTile + 8 * n, acc[r][n]);
+        for (int n = 0; n < N; ++n) write(s + r * kTile + kRegisterLanes * n, acc[r][n]);
 }
 
-// acc [R, 8 N numbers] += weights [R, kTile] of some rows of bfloat16, each element one chain over ascending keys.
+// acc [R, N registers] += weights [R, kTile] of some rows of bfloat16, each element one chain over ascending keys.
 template <int R, int N, class Step>
 inline void add_rows(const float* weights, const bf16* const* rows, KeyRange keys, int64_t d, float* acc, int64_t stride,
                      const Step& step) {
     Register sums[R][N];
     for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) sums[r][n] = read(acc + r * stride + d + 8 * n);
+        for (int n = 0; n < N; ++n) sums[r][n] = read(acc + r * stride + d + kRegisterLanes * n);
     for (int key = keys.begin; key < keys.end; ++key) {
         step();
         for (int n = 0; n < N; ++n) {
-            const Register value = read(rows[key] + d + 8 * n);
+            const Register value = read(rows[key] + d + kRegisterLanes * n);
             for (int r = 0; r < R; ++r)
                 sums[r][n] = multiply_add(spread(weights[r * kTile + key]), value, sums[r][n]);
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) write(acc + r * stride + d + 8 * n, sums[r][n]);
+        for (int n = 0; n < N; ++n) write(acc + r * stride + d + kRegisterLanes * n, sums[r][n]);
 }
 
-// The products of `count` queries, four at a time and then two; dim is a multiple of 16.
-template <class Step>
-inline void score_rows(int count, const float* q, const bf16* const* rows, KeyRange keys, int64_t dim, float* s,
-                       const Step& step) {
-    for (; count > 2; count -= 4, q += 4 * dim, s += 4 * kTile)
-        for (int key = keys.begin; key < keys.end; key += 16)
-            count == 3 ? score_rows<3, 2>(q, rows + key, dim, s + key, step)
-                       : score_rows<4, 2>(q, rows + key, dim, s + key, step);
-    for (int key = keys.begin; key < keys.end && count > 0; key += 32) {
-        if (key + 16 < keys.end)
-            count == 1 ? score_rows<1, 4>(q, rows + key, dim, s + key, step)
-                       : score_rows<2, 4>(q, rows + key, dim, s + key, step);
-        else
-            count == 1 ? score_rows<1, 2>(q, rows + key, dim, s + key, step)
-                       : score_rows<2, 2>(q, rows + key, dim, s + key, step);
-    }
+// A processor has registers for four sums of each of so many queries.
+constexpr int kWideRows = kRegisterLanes == 16 ? kFewRows : 2;
+
+template <int N, class Step>
+inline void score_rows(int count, const float* q, const bf16* const* rows, int64_t dim, float* s, const Step& step) {
+    if (count == 1) score_rows<1, N>(q, rows, dim, s, step);
+    if (count == 2) score_rows<2, N>(q, rows, dim, s, step);
+    if (count == 3) score_rows<3, N>(q, rows, dim, s, step);
+    if (count > 3) score_rows<4, N>(q, rows, dim, s, step);
 }
 
 template <int N, class Step>
@@ -112,19 +145,35 @@ inline void add_rows(int count, const float* weights, const bf16* const* rows, K
     if (count > 3) add_rows<4, N>(weights, rows, keys, d, acc, stride, step);
 }
 
+// The products of `count` queries, four at a time; dim is a multiple of 16.
+template <class Step>
+inline void score_rows(int count, const float* q, const bf16* const* rows, KeyRange keys, int64_t dim, float* s,
+                       const Step& step) {
+    for (; count > 0; count -= 4, q += 4 * dim, s += 4 * kTile) {
+        int key = keys.begin;
+        for (; key + kRowBlock < keys.end && count <= kWideRows; key += 2 * kRowBlock)
+            score_rows<4>(count, q, rows + key, dim, s + key, step);
+        for (; key < keys.end; key += kRowBlock) score_rows<2>(count, q, rows + key, dim, s + key, step);
+    }
+}
+
 template <class Step>
 inline void add_rows(int count, const float* weights, const bf16* const* rows, KeyRange keys, int64_t dim, float* acc,
                      const Step& step) {
+    constexpr int64_t lanes = kRegisterLanes;
     for (; count > 0; count -= 4, weights += 4 * kTile, acc += 4 * dim) {
         int64_t d = 0;
-        for (; d + 32 <= dim && count <= 2; d += 32) add_rows<4>(count, weights, rows, keys, d, acc, dim, step);
-        for (; d < dim; d += 16) add_rows<2>(count, weights, rows, keys, d, acc, dim, step);
+        for (; d + 4 * lanes <= dim && count <= kWideRows; d += 4 * lanes)
+            add_rows<4>(count, weights, rows, keys, d, acc, dim, step);
+        for (; d + 2 * lanes <= dim; d += 2 * lanes) add_rows<2>(count, weights, rows, keys, d, acc, dim, step);
+        for (; d < dim; d += lanes) add_rows<1>(count, weights, rows, keys, d, acc, dim, step);
     }
 }
 
 #else
 
 constexpr bool kReadsRows = false;
+constexpr int kWideRows = 0;
 
 #endif
 
@@ -165,7 +214,7 @@ public:
         }
     }
 
-    bool multiplies_in_place() const { return false; }
+    bool multiplies_in_place() const { return reads_rows() && most_rows_ <= kWideRows; }
 
     void set_tile(const KVTile<C>& tile, Prefetch<C>& prefetch) {
         prefetch_ = &prefetch;
@@ -186,12 +235,12 @@ public:
 
     void scores(int group, int count, float* s) const {
         const float* q = queries_ + group * kGroup * dim_;
-        const KeyRange keys = seen_.in_blocks(kScored);
         if constexpr (kCanReadRows)
             if (reads_rows())
                 return with_prefetch(*prefetch_, dim_ / 8, [&](const auto& step) {
-                    score_rows(count, q, key_rows_, keys, dim_, s, step);
+                    score_rows(count, q, key_rows_, seen_.in_blocks(kRowBlock), dim_, s, step);
                 });
+        const KeyRange keys = seen_.in_blocks(kScored);
         multiply<FloatUnit>(q, dim_, keys_ + keys.begin, kTile, s + keys.begin, kTile, count, keys.count(), dim_, false,
                             *prefetch_);
     }
@@ -217,7 +266,7 @@ private:
     }
 
     void find_rows(const KVTile<C>& tile) {
-        const KeyRange keys = seen_.in_blocks(kScored);
+        const KeyRange keys = seen_.in_blocks(kRowBlock);
         for (int key = keys.begin; key < keys.end; ++key) {
             const int64_t at = key % kSpan * row_size<C>(dim_);
             key_rows_[key] = is_seen(tile, key) ? tile.keys[key / kSpan] + at : zeros_;
