@@ -109,6 +109,19 @@ def test_same_tokens_with_drafts_and_overlap(plain: list[RequestOutput], method:
         assert 0 < llm.stats().speculation.num_accepted_tokens < llm.stats().speculation.num_draft_tokens
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_grammar_that_is_complete_within_drafts_ends_the_request(overlap: bool) -> None:
+    """After it nothing but the end of sequence is allowed, and `min_tokens` forbids that."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    llm = LLM(max_model_len=256, num_gpu_blocks_override=100, async_scheduling=overlap, speculative_config=drafts)
+    form = StructuredOutputsParams(regex="(ab){12}")
+    params = SamplingParams(temperature=0.0, max_tokens=64, min_tokens=50, structured_outputs=form)
+    [output] = llm.generate("abab" * 20, params, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason, output.error) == ("ab" * 12, "stop", None)
+    assert output.num_accepted_tokens
+    llm.shutdown()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with serve("--max-model-len", "1024", "--speculative-config", json.dumps(config("mtp", 2))) as server:

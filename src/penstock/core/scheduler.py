@@ -369,9 +369,6 @@ class Scheduler:
         self, request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput
     ) -> EngineOutput | None:
         request_id = request.request_id
-        if request_id in result.unsatisfiable_requests:
-            error = result.unsatisfiable_requests[request_id]
-            return self._end(request, FinishReason.ERROR, error, is_request_error=True)
         if request_id in result.failed_requests:
             return self._end(request, FinishReason.ERROR, result.failed_requests[request_id])
         verified = apply_counts(request, num_tokens, num_drafts, result)
@@ -381,6 +378,9 @@ class Scheduler:
             new_token_ids, stop_reason = request.append_until_stop(sampled, self._grammars)
         except GrammarError as error:
             return self._end(request, FinishReason.ERROR, str(error), is_request_error=True)
+        if request.finish_reason is None and request_id in result.unsatisfiable_requests:
+            error = result.unsatisfiable_requests[request_id]
+            return self._end(request, FinishReason.ERROR, error, is_request_error=True)
         first, end = self._kv.publish(request)
         if first < end:
             self._connector.on_blocks_complete(request, self._kv.published_blocks(request), first, end)

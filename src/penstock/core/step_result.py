@@ -33,7 +33,7 @@ def apply_counts(request: Request, num_tokens: int, num_drafts: int, result: Mod
         request.num_drafts = min(request.num_drafts, result.num_proposed_tokens.get(request_id, request.num_drafts))
     if request_id in result.prompt_logprobs and not request.num_output_tokens:
         request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
-    return Verified(result.num_draft_tokens.get(request_id, 0), num_sampled - 1) if num_drafts else Verified()
+    return Verified(result.num_draft_tokens.get(request_id, 0), request.num_last_accepted) if num_drafts else Verified()
 
 
 def make_output(

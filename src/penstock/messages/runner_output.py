@@ -31,7 +31,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     position 0 of a prompt has none. `num_draft_tokens` counts the verified drafts that were real: a speculator that
     finds nothing to propose leaves gaps. `num_proposed_tokens` is the number of real new drafts, if the CPU knows it
     anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps. `failed_requests` maps a
-    request to an error that concerns it alone, `unsatisfiable_requests` to constraints that cannot be satisfied.
+    request to an error that concerns it alone, `unsatisfiable_requests` to constraints that cannot be satisfied after
+    its tokens of this step, unless it ends with one of them.
     `is_replayed`: a CUDA graph computed the step. `pooled` holds the vectors of requests whose prompts a step of a
     pooling engine has completed, [hidden_size] float32 each; such a step samples nothing.
     `experts` is what the ranks report about experts that move.

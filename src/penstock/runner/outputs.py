@@ -101,7 +101,8 @@ class SampledArrays:
 def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
     """Returns the accepted drafts and the token after them of each request's window; none if nothing was sampled.
 
-    Distinguishes a model that produced NaN from a request that allows no token.
+    Distinguishes a model that produced NaN from a request that allows no token. The tokens before it count: the request
+    may end with one of them.
     """
     names, num_logits = host.sampling_request_ids, host.num_logits
     tokens: dict[str, tuple[int, ...]] = dict.fromkeys(host.request_ids, ())
@@ -113,18 +114,17 @@ def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
     unsatisfiable: dict[str, str] = {}
     token_ids, verdicts = sampled.token_ids.tolist(), sampled.verdicts.tolist()
     starts, num_drafts = host.window_starts.tolist(), host.num_drafts.tolist()
-    counts = zip(sampled.num_accepted.tolist(), sampled.num_real_drafts.tolist(), strict=True)
-    for index, (num_accepted, num_real_drafts) in enumerate(counts):
-        request_id, start = names[index], starts[index]
+    accepted, real = sampled.num_accepted.tolist(), sampled.num_real_drafts.tolist()
+    for index, (request_id, start, num_accepted) in enumerate(zip(names, starts, accepted, strict=True)):
         end = start + 1 + num_accepted
-        tokens[request_id] = tuple(token_ids[start:end])
+        undrawn = next((row for row in range(start, end) if verdicts[row]), end)
+        tokens[request_id] = tuple(token_ids[start:undrawn])
         if num_drafts[index]:
-            num_draft_tokens[request_id] = num_real_drafts
-        if any(verdicts[start:end]):
-            if Verdict.NOT_FINITE in verdicts[start:end]:
-                failed[request_id] = NOT_FINITE
-            else:
-                unsatisfiable[request_id] = NOTHING_ALLOWED
+            num_draft_tokens[request_id] = real[index]
+        if undrawn < end and verdicts[undrawn] == Verdict.NOT_FINITE:
+            failed[request_id] = NOT_FINITE
+        elif undrawn < end:
+            unsatisfiable[request_id] = NOTHING_ALLOWED
     return ModelRunnerOutput(
         sampled_token_ids=tokens,
         num_draft_tokens=num_draft_tokens,

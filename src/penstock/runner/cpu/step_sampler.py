@@ -23,14 +23,7 @@ from penstock.runner.cpu.sampler import sample
 from penstock.runner.host_batch import HostBatch
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.memory import DeviceMemory
-from penstock.runner.outputs import (
-    PendingOutput,
-    ReadyOutput,
-    SampledArrays,
-    Verdict,
-    make_empty_output,
-    make_output,
-)
+from penstock.runner.outputs import PendingOutput, ReadyOutput, SampledArrays, Verdict, make_empty_output, make_output
 from penstock.runner.parts import SamplingContext
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.batch import SamplingBatch
