@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_random_tokens_never_fail(tokenizer: Tokenizer) -> None:
         token_ids = [rng.randrange(4096) for _ in range(60)]
         final, _, _, shown = feed(tokenizer, token_ids, skip_special_tokens=rng.random() < 0.5)
         assert_grows(shown, final)
+
+
+def test_the_cost_is_linear_in_tokens_without_text(tokenizer: Tokenizer) -> None:
+    """Special tokens and incomplete bytes: the library decodes all those since the last text in every step."""
+    special, byte = min(tokenizer.special_tokens), tokenizer.encode("👍")[-1]
+    hello = tokenizer.encode(" hello")
+    for silent, shown in ((special, False), (byte, True)):
+        begin = time.perf_counter()
+        final = feed(tokenizer, [*hello, *[silent] * 30_000, *hello])[0]
+        assert time.perf_counter() - begin < 10
+        assert final.startswith(" hello")
+        assert final.endswith(" hello")
+        assert final.strip(" helo") == ("\ufffd" * 30_000 if shown else "")
+
+
+def test_a_character_is_complete_after_skipped_tokens(tokenizer: Tokenizer) -> None:
+    thumb = tokenizer.encode("👍")
+    special = min(tokenizer.special_tokens)
+    assert feed(tokenizer, [*thumb[:-1], *[special] * 40, *thumb[-1:]])[0] == "👍"
 
 
 def test_stop_strings_are_found_across_tokens(tokenizer: Tokenizer) -> None:

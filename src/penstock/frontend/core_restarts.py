@@ -34,13 +34,7 @@ class RestartingCore:
     `died` is set when a core has died and will not be restarted.
     """
 
-    def __init__(
-        self,
-        plan: CorePlan,
-        client: CoreClient,
-        max_restarts: int,
-        clock: Clock = SystemClock(),  # noqa: B008
-    ) -> None:
+    def __init__(self, plan: CorePlan, client: CoreClient, max_restarts: int, clock: Clock = SystemClock()) -> None:  # noqa: B008
         """`client` must be ready. `max_restarts` limits consecutive restarts; 0 allows none."""
         self.died = asyncio.Event()
         self.num_restarts = 0

@@ -1,7 +1,7 @@
 """Converts tokens to text incrementally, and detects the strings that end a request.
 
 Text grows by whole characters: the bytes of an incomplete character are held back, and dropped if the request ends on
-them.
+them. Bytes that cannot become characters are shown as U+FFFD.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 # The number of prompt tokens that a decoder may need to know whether the first output token continues a word.
 _NUM_CONTEXT_TOKENS = 8
+# So many tokens without text are no character that will be complete, which has four bytes at most.
+_MAX_SILENT_TOKENS = 16
 
 
 class Detokenizer:
@@ -29,6 +31,8 @@ class Detokenizer:
             context = []
         self._stream = DecodeStream(ids=context, skip_special_tokens=params.skip_special_tokens)
         self._skip_special_tokens = params.skip_special_tokens
+        self._skipped = tokenizer.special_tokens if params.skip_special_tokens else {}
+        self._silent: list[int] = []
         joins = not params.skip_special_tokens and not params.spaces_between_special_tokens
         # The second of two consecutive special tokens is shown as it is spelled, without the decoder's space.
         self._joined = tokenizer.special_tokens if joins else {}
@@ -84,8 +88,17 @@ class Detokenizer:
         return text
 
     def _decode_next(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
         try:
-            return self._stream.step(self._backend, token_id) or ""
+            text = self._stream.step(self._backend, token_id)
         except Exception:  # noqa: BLE001 - the library raises bare Exception when a token rewrites earlier text
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            return self._stream.step(self._backend, token_id) or ""
+            text = self._stream.step(self._backend, token_id)
+        self._silent = [] if text else [*self._silent, token_id]
+        if len(self._silent) == _MAX_SILENT_TOKENS:
+            # Each step decodes all of them.
+            text = self._backend.decode(self._silent, self._skip_special_tokens)
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            self._silent = []
+        return text or ""

@@ -139,12 +139,7 @@ class LLM:
         return [self._front_end.pooling.as_classification(each) for each in encoded]
 
     def score(
-        self,
-        queries: Texts,
-        documents: Texts,
-        pooling_params: PoolingParams | None = None,
-        *,
-        use_tqdm: bool = True,
+        self, queries: Texts, documents: Texts, pooling_params: PoolingParams | None = None, *, use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:
         """Scores the match of a query with each document, or of queries with documents pair by pair: `outputs.score`.
 
@@ -210,10 +205,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        lora_request: LoRARequest | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, lora_request: LoRARequest | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Completes one prompt; yields its result, updated in place, after every step that changed it.
 
