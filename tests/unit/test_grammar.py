@@ -501,6 +501,20 @@ class TestChecker:
 
         run(scenario, deadline_seconds=1.0)
 
+    def test_a_grammar_that_took_too_long_is_checked_again_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checker_module, "_GIVEN_UP_SECONDS", 0.2)
+
+        async def scenario(checker: GrammarChecker) -> None:
+            await checker.check(spec(regex="a"))
+            assert checker.pid is not None
+            stop(checker.pid)
+            with pytest.raises(RequestError, match="try again"):
+                await checker.check(spec(regex="slow"))
+            await asyncio.sleep(0.3)
+            await checker.check(spec(regex="slow"))
+
+        run(scenario, deadline_seconds=1.0)
+
     def test_a_grammar_that_needs_too_much_cpu_time_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checker_module, "_CPU_SECONDS", 0.0)
 

@@ -2,7 +2,7 @@
 
 A malicious grammar can exhaust or crash only that process, and fails only one request. The process is started on first
 use, killed if a grammar takes longer than the deadline, and started again for the next one. Results are cached, so a
-grammar in regular use is checked once, and a malicious one kills the process once.
+grammar in regular use is checked once, and a malicious one kills the process once a minute at most.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _MAX_WAITING = 64
 _START_SECONDS = 60.0
 _MEMORY_BYTES = 2 << 30
 _CPU_SECONDS = 0.25
+_GIVEN_UP_SECONDS = 60.0
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -100,15 +101,18 @@ class GrammarChecker:
                 process = await self._started()
                 try:
                     return await asyncio.wait_for(process.ask(spec), self._deadline_seconds)
-                except TimeoutError:
+                except (OSError, asyncio.CancelledError) as error:
                     await self._kill()
-                    return Verdict(f"the grammar cannot be compiled within {self._deadline_seconds:g} seconds")
-                except OSError:
-                    await self._kill()
-                except asyncio.CancelledError:
-                    await self._kill()
-                    raise
-            return Verdict("the grammar cannot be compiled: it kills the compiler")
+                    if isinstance(error, asyncio.CancelledError):
+                        raise
+                    if isinstance(error, TimeoutError):
+                        return self._give_up(spec, f"cannot be compiled within {self._deadline_seconds:g} seconds")
+            return self._give_up(spec, "cannot be compiled: it kills the compiler")
+
+    def _give_up(self, spec: GrammarSpec, why: str) -> Verdict:
+        """Refuses a grammar for a while; the reason may have been a busy machine."""
+        asyncio.get_running_loop().call_later(_GIVEN_UP_SECONDS, self._verdicts.pop, spec, None)
+        return Verdict(f"the grammar {why}; if the machine was busy, try again in a minute")
 
     async def _started(self) -> _Process:
         """Returns the process when it is ready. Raises OverloadedError if it does not start, RequestError if it never
@@ -121,8 +125,7 @@ class GrammarChecker:
             except BaseException as error:
                 await self._kill()
                 if isinstance(error, OSError):  # TimeoutError is a subclass.
-                    reason = error or "it takes too long"
-                    raise OverloadedError(f"the grammar checker does not start: {reason}") from None
+                    raise OverloadedError(f"the grammar checker does not start: {error or 'it is too slow'}") from None
                 raise
         return self._process
 

@@ -251,8 +251,7 @@ def _refusal(reason: str) -> RequestError:
 
 def _reason(matcher: LLMatcher) -> str:
     """Returns the error in one line, without the source that llguidance repeats; "" if there is none."""
-    text = _EXCERPT.split(matcher.get_error().removesuffix("<non-verbose/>"))[0]
-    text = " ".join(_PLACE.sub("", text).split())
+    text = " ".join(_PLACE.sub("", _EXCERPT.split(matcher.get_error().removesuffix("<non-verbose/>"))[0]).split())
     return "nothing matches it" if text == "NoExtensionBias" else text
 
 
