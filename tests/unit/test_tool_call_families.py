@@ -471,6 +471,40 @@ def test_forced_arguments_of_qwen3_coder_calls(arguments: tuple[tuple[str, str],
     assert is_accepted(form.forced_grammar({"f": TOOLS["f"]}, "f"), text) == accepted
 
 
+REFERENCES = {
+    "type": "object",
+    "properties": {
+        "place": {"$ref": "#/$defs/place"},
+        "days": {"allOf": [{"$ref": "#/$defs/count"}]},
+        "unit": {"$ref": "#/$defs/unit"},
+        "name": {"anyOf": [{"$ref": "#/$defs/name"}, {"$ref": "#/$defs/name"}]},
+        "kind": {"const": 5},
+    },
+    "$defs": {
+        "place": {"type": "object", "properties": {"street": {"type": "string"}, "in": {"$ref": "#/$defs/place"}}},
+        "count": {"type": "integer"},
+        "unit": {"enum": ["celsius", "kelvin"]},
+        "name": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/name"}]},
+    },
+}
+REFERRING = (
+    ("place", '{"street": "x"}', {"street": "x"}), ("days", "5", 5), ("unit", "kelvin", "kelvin"),
+    ("name", "007", "007"), ("kind", "5", 5),
+)  # fmt: skip
+
+
+def test_text_arguments_have_the_types_of_references() -> None:
+    tools = {"f": REFERENCES}
+    text = xml("f", *((key, value) for key, value, _ in REFERRING))
+    [(_, arguments)] = assert_any_split_agrees("qwen3_coder", text, [], tools).calls
+    assert json.loads(arguments) == {key: value for key, _, value in REFERRING}
+    form = FORMATS["qwen3_coder"]()
+    grammar = form.forced_grammar(tools, "f")
+    assert is_accepted(grammar, text.removeprefix(form.forced_prefix("f")))
+    for key, wrong in (("place", "x"), ("days", "x"), ("unit", "rankine"), ("kind", "6")):
+        assert not is_accepted(grammar, xml("f", (key, wrong)).removeprefix(form.forced_prefix("f"))), key
+
+
 def test_mistral_s_newer_templates_put_the_name_first() -> None:
     form = FORMATS["mistral"]({}, "... [TOOL_CALLS]name[ARGS]{...}")
     assert form.forced_prefix("f") == "[TOOL_CALLS]f[ARGS]"

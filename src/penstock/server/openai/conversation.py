@@ -161,9 +161,8 @@ def _plain_message(message: ChatMessage) -> dict[str, Any]:
         # The field's newer name; templates know the older one.
         plain.setdefault("reasoning_content", plain["reasoning"])
     for call in plain.get("tool_calls", ()):
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            function["arguments"] = _arguments(function["arguments"])
+        arguments = call["function"].get("arguments") or "{}"
+        call["function"]["arguments"] = _arguments(arguments) if isinstance(arguments, str) else arguments
     return plain
 
 

@@ -221,7 +221,7 @@ class ContentPart(RequestBody):
 
 class FunctionCall(BaseModel):
     name: Name
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(BaseModel):

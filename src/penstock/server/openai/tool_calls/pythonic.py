@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -55,7 +54,7 @@ class _PythonCallParser(ToolCallParser):
             key, _ = yield from read_name(char, "=")
             require(key.isidentifier() and key not in arguments)
             text, char = yield from _argument()
-            arguments[key] = _value(text)
+            arguments[key] = typed_text.value_of(text)
             if char == ",":
                 char = yield from skip_whitespace((yield))
         return name, arguments
@@ -118,18 +117,6 @@ def _argument() -> Scan[tuple[str, str]]:
         pieces.append(char)
 
 
-def _value(text: str) -> Any:
-    """Returns the value of a Python or JSON literal. Raises `Malformed` if JSON cannot represent it."""
-    for read in (ast.literal_eval, json.loads):
-        try:
-            value = read(text.strip())
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            continue
-        return value
-    raise Malformed
-
-
 class PythonicFormat(ToolCallFormat):
     NAME = "pythonic"
     PARSER = PythonicParser
@@ -175,7 +162,7 @@ class Lfm2Format(PythonicFormat):
 
 
 def _argument_rule(rule: str, key: str, schema: Any, definitions: Mapping[str, Any]) -> str:
-    if typed_text.types_of(schema) == {"boolean"}:
+    if typed_text.types_of(schema, definitions) == {"boolean"}:
         return f'{rule}: {lark_string(f"{key}=")} ("True" | "False")'
     value = {**schema, **definitions} if isinstance(schema, Mapping) else {}
     return f"{rule}: {lark_string(f'{key}=')} {rule}_value\n{rule}_value: {json_rule(value)}"

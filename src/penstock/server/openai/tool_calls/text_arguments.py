@@ -9,13 +9,7 @@ from typing import Any, ClassVar
 
 from penstock.server.openai.tool_calls import typed_text
 from penstock.server.openai.tool_calls.parser import Malformed, Scan, TaggedParser, Tools, require
-from penstock.server.openai.tool_calls.tool_format import (
-    RULE,
-    ToolCallFormat,
-    definitions_of,
-    json_rule,
-    lark_string,
-)
+from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, definitions_of, json_rule, lark_string
 
 
 class TextArgumentsParser(TaggedParser):
@@ -61,7 +55,7 @@ class TextArgumentsParser(TaggedParser):
 
     def _value(self, key: str, schema: Mapping[str, Any], seen: set[str]) -> Scan[None]:
         """Reads a value and the tag after it. If an argument is repeated, its first value is used."""
-        types = typed_text.types_of(typed_text.property_of(schema, key))
+        types = typed_text.types_of(typed_text.property_of(schema, key), schema)
         head = f"{', ' if seen else '{'}{json.dumps(key, ensure_ascii=False)}: "
         if key in seen:
             yield from self._text(lambda _: None)
@@ -130,10 +124,10 @@ class TextArgumentsFormat(ToolCallFormat):
     def _parameter(self, rule: str, key: str, schema: Any, definitions: Mapping[str, Any]) -> str:
         head = f"{rule}: {lark_string(f'{self.BEFORE_KEY}{key}{self.AFTER_KEY}')}"
         end = lark_string(self.AFTER_VALUE)
-        choices = _choices(schema)
+        choices = _choices(typed_text.resolved(schema, definitions))
         if choices:
             return f"{head} ({' | '.join(map(lark_string, choices))}) {end}"
-        if typed_text.is_text(typed_text.types_of(schema)):
+        if typed_text.is_text(typed_text.types_of(schema, definitions)):
             return f"{head} TEXT_ARGUMENT"
         return f"{head} {rule}_value {end}\n{rule}_value: {json_rule({**schema, **definitions})}"
 
@@ -150,9 +144,5 @@ def text_terminals(after_value: str) -> tuple[str, str]:
 
 def _choices(schema: Any) -> list[str]:
     """Returns the allowed texts, if only certain ones are allowed."""
-    if not isinstance(schema, Mapping):
-        return []
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return values
-    return []
+    values = typed_text.values_of(schema) if isinstance(schema, Mapping) else []
+    return values if all(isinstance(value, str) for value in values) else []

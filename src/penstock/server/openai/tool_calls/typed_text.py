@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_TYPES = {"boolean": bool, "integer": int, "number": (int, float), "object": dict, "array": list, "null": type(None)}
+from penstock.server.openai.tool_calls.parser import Malformed
+
+# In this order: True is an `int` too.
+_TYPES = {"boolean": bool, "integer": int, "number": float, "object": dict, "array": list, "null": type(None)}
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """Returns the JSON types that a value may have; empty if the schema does not restrict them."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    kind = schema.get("type")
-    kinds: list[Any] = kind if isinstance(kind, list) else [kind]
-    types = frozenset(each for each in kinds if isinstance(each, str))
-    for key in ("anyOf", "oneOf"):
-        options = schema.get(key)
-        if isinstance(options, list):
-            types |= frozenset().union(*map(types_of, options))
-    if not types and isinstance(schema.get("enum"), list):
-        types = frozenset(_type_name(value) for value in schema["enum"])
-    return types
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the JSON types that a value may have; empty if the schema does not restrict them. `root` is the schema
+    that references point into.
+    """
+    types: set[str] = set()
+    parts: list[Any] = [schema]
+    followed: set[str] = set()
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping):
+            continue
+        kind = part.get("type")
+        kinds: list[Any] = kind if isinstance(kind, list) else [kind]
+        named = {each for each in kinds if isinstance(each, str)}
+        types |= named or {_type_name(value) for value in values_of(part)}
+        for options in (part.get("anyOf"), part.get("oneOf"), part.get("allOf")):
+            parts += options if isinstance(options, list) else ()
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            parts.append(_referenced(reference, root))
+    return frozenset(types)
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
+    """Returns the values of a schema's `const` or `enum`; none if it has neither."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Returns the schema that a schema is a reference to, if it is one."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return _referenced(reference, root) if isinstance(reference, str) else schema
+
+
+def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    part: Any = root
+    for key in reference.split("/")[1:]:
+        part = part.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part
 
 
 def is_text(types: frozenset[str]) -> bool:
@@ -33,18 +63,28 @@ def is_text(types: frozenset[str]) -> bool:
 
 def to_json(text: str, types: frozenset[str]) -> str:
     """Returns a complete value as JSON: of one of the types if the text parses as it, otherwise a string."""
-    stripped = text.strip()
-    candidate = _WORDS.get(stripped, stripped)
     try:
-        value = json.loads(candidate, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    if _fits(value, types):
-        return candidate
-    if "string" in types:
-        return json.dumps(text, ensure_ascii=False)
-    # Neither a requested type nor text: passed on for the client to handle.
-    return candidate
+        value = value_of(text)
+    except Malformed:
+        value = text
+    kind = _type_name(value)
+    kinds = {kind, "number"} if kind == "integer" else {kind}
+    if "string" in types and not kinds & types - {"string"}:
+        value = text
+    # A value of no requested type is passed on for the client to handle.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def value_of(text: str) -> Any:
+    """Returns the value of a JSON or Python literal. Raises `Malformed` if JSON cannot represent it."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return value
+    raise Malformed
 
 
 def escaped(text: str) -> str:
@@ -58,18 +98,7 @@ def property_of(schema: Mapping[str, Any], name: str) -> Any:
     return properties.get(name) if isinstance(properties, Mapping) else None
 
 
-def _fits(value: Any, types: frozenset[str]) -> bool:
-    if isinstance(value, bool):
-        return "boolean" in types
-    return any(isinstance(value, _TYPES[name]) for name in types if name in _TYPES and name != "boolean")
-
-
 def _type_name(value: Any) -> str:
     if isinstance(value, str):
         return "string"
     return next((name for name, kind in _TYPES.items() if isinstance(value, kind)), "string")
-
-
-def _refuse(constant: str) -> NoReturn:
-    """Rejects NaN and Infinity, which Python's parser accepts but JSON does not have."""
-    raise ValueError(constant)
