@@ -1,8 +1,9 @@
-"""Many prompts of one client: between the tokenizing of two of them, other tasks of the event loop have their turn."""
+"""Large requests and answers of one client, beside which other tasks of the event loop have their turn."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,9 @@ import pytest
 
 from penstock.frontend.async_llm import AsyncLLM
 from penstock.frontend.text_work import TextWork
+from penstock.messages.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from penstock.messages.pooling_params import PoolingParams
+from penstock.server.openai.generation import respond
 from penstock.server.openai.prompts import Tokenizing, encode_prompts
 from penstock.tokenizer.tokenizer import LARGE_CHARACTERS
 
@@ -68,3 +71,28 @@ def test_other_tasks_have_their_turn_between_prompts(encode: Any) -> None:
         assert len(set(turns.noted)) == COUNT
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("logprobs", [None, [{1: Logprob(0.0)}]])
+def test_an_answer_with_log_probabilities_is_written_on_a_thread(logprobs: Logprobs | None) -> None:
+    """It may be a hundred megabytes; all others are short, and some change what belongs to the event loop."""
+    threads: list[threading.Thread] = []
+
+    def whole() -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return {}
+
+    async def main() -> None:
+        output = RequestOutput("r", None, [1], [CompletionOutput(0, logprobs=logprobs)])
+
+        async def finish() -> None:
+            pass
+
+        started = SimpleNamespace(outputs=[output], finish=finish, close=lambda: None)
+        request = SimpleNamespace(receive=asyncio.Event().wait)
+        answer = SimpleNamespace(whole=whole)
+        response = await respond(cast(Any, request), cast(Any, started), cast(Any, answer), "r", is_stream=False)
+        assert response.body == b"{}"
+
+    asyncio.run(main())
+    assert [thread is threading.main_thread() for thread in threads] == [logprobs is None]

@@ -47,8 +47,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_transfer_params: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True):
     """One token's log probability, its rank (1 is the most likely) and its text."""
 
     logprob: float

@@ -8,6 +8,7 @@ For others, whose normalizers, splits or unknown tokens drop characters, `find_t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,21 +51,17 @@ def find_text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
     normalizers = list(_steps(config.get("normalizer"), "normalizers"))
     model: Mapping[str, Any] = config["model"]
     is_byte_level = any(step["type"] == "ByteLevel" for step in (*steps, *normalizers))
-    if not all(map(_keeps_text, steps)) or not _spells_everything(model, is_byte_level):
+    factors = [factor for factor in map(_shrinking, normalizers) if factor is not None]
+    keeps_text = len(factors) == len(normalizers) and all(map(_keeps_text, steps))
+    if not keeps_text or not _spells_everything(model, is_byte_level):
         return None
-    shrinking = 1
-    for step in normalizers:
-        factor = _shrinking(step)
-        if factor is None:
-            return None
-        shrinking *= factor
     pieces = backend.get_vocab(with_added_tokens=False)
     # A byte-level vocabulary represents each byte as one character.
     sizes = [len(piece) if is_byte_level else len(piece.encode()) for piece in pieces]
     added = config.get("added_tokens") or []
     sizes += [len(token["content"].encode()) for token in added]
     drops_whitespace = any(token.get("lstrip") or token.get("rstrip") for token in added)
-    return TextBound(max(_MAX_CHARACTER_BYTES, *sizes), shrinking, drops_whitespace)
+    return TextBound(max(_MAX_CHARACTER_BYTES, *sizes), math.prod(factors), drops_whitespace)
 
 
 def _steps(step: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:

@@ -169,6 +169,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    @functools.cache  # noqa: B019 - a process has few tokenizers, and each a limited vocabulary
     def decode_token(self, token_id: int) -> str:
         """Returns the text of a single token; incomplete characters are shown as U+FFFD."""
         return self.backend.decode([token_id], skip_special_tokens=False)

@@ -11,12 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.messages.sampling_params import MAX_COUNT, MAX_STOP_STRINGS
 from penstock.server import limits
-from penstock.server.openai.dialects import (
-    CLIENT_LIBRARY_FIELDS,
-    EARLIER_ANSWER_FIELDS,
-    MESSAGES_FIELDS,
-    TOOL_FIELDS,
-)
+from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, EARLIER_ANSWER_FIELDS, MESSAGES_FIELDS, TOOL_FIELDS
 from penstock.server.openai.protocol import Name, PassedOnFields, RequestBody, StopText, within
 
 

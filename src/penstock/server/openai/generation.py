@@ -400,4 +400,10 @@ async def respond(
         await unless_disconnected(request, started.finish())
     finally:
         started.close()
-    return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
+
+    def whole() -> Response:
+        return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
+
+    # Log probabilities may be many megabytes.
+    is_large = any(output.prompt_logprobs or output.outputs[0].logprobs for output in started.outputs)
+    return await asyncio.to_thread(whole) if is_large else whole()

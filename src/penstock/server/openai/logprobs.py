@@ -101,11 +101,7 @@ def prompt_logprobs(rows: Iterable[Mapping[int, Logprob] | None], num_top: int) 
         None
         if row is None
         else {
-            str(token_id): {
-                "logprob": _finite(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
+            str(token_id): {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
             for place, (token_id, entry) in enumerate(row.items())
             if place == 0 or (entry.rank or 0) <= num_top
         }

@@ -13,13 +13,7 @@ from penstock.frontend.input_processor import Prompt
 from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from penstock.messages.pooling_params import PoolingParams
 from penstock.server.errors import JSONResponse
-from penstock.server.openai.generation import (
-    RequestNames,
-    data_parallel_rank,
-    make_usage,
-    name_request,
-    prompt_fields,
-)
+from penstock.server.openai.generation import RequestNames, data_parallel_rank, make_usage, name_request, prompt_fields
 from penstock.server.openai.protocol import Usage
 from penstock.server.pooling.protocol import PoolingBody
 from penstock.server.service import Service, service_of

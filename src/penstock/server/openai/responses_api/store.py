@@ -25,9 +25,7 @@ class ResponseStore:
     """
 
     def __init__(
-        self,
-        max_responses: int = limits.MAX_STORED_RESPONSES,
-        max_bytes: int = limits.MAX_STORED_RESPONSE_BYTES,
+        self, max_responses: int = limits.MAX_STORED_RESPONSES, max_bytes: int = limits.MAX_STORED_RESPONSE_BYTES
     ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
