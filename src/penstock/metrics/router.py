@@ -141,7 +141,7 @@ class RouterMetrics:
             gauges[f"vllm_router_{name}"].clear()
         by_state = gauges["penstock_router_instances"]
         by_state.clear()
-        for name in ("prefill", "load"):
+        for name in ("prefill", "load", "share"):
             gauges[f"penstock_router_{name}_seconds"].clear()
             gauges[f"penstock_router_{name}_tokens_per_second"].clear()
         num_ready = 0

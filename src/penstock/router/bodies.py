@@ -133,10 +133,6 @@ def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     return tuple([each for each in headers if each[0].lower() not in _NOT_FOR_CLIENTS])
 
 
-def without_stream_header(headers: Headers) -> Headers:
-    return tuple(each for each in headers if each[0].lower() != STREAM_HEADER.lower())
-
-
 def decoded(data: bytes) -> str:
     """Decodes any bytes of a head to a string, from which `encoded` makes the same bytes."""
     return data.decode("utf-8", "surrogateescape")
@@ -274,35 +270,23 @@ def continued(body: Mapping[str, Any], token_ids: Sequence[Sequence[int]], finis
     }
 
 
-def serial_prefill_body(body: Mapping[str, Any]) -> bytes:
-    return _one_token_body(body, {"do_remote_decode": True, "do_remote_prefill": False})
-
-
 def shared_prefix_body(body: Mapping[str, Any], token_ids: Sequence[int]) -> bytes:
     """Returns the request by which an instance offers its KV of these first tokens of the prompt."""
     kept = {name: body[name] for name in ("model", "cache_salt", "priority") if name in body}
-    return _one_token_body({**kept, "prompt": token_ids}, {"do_remote_decode": True, "do_remote_prefill": False})
-
-
-def concurrent_prefill_body(body: Mapping[str, Any], transfer_id: str) -> bytes:
-    return _one_token_body(body, {"do_remote_decode": True, "transfer_id": transfer_id})
+    return prefill_body({**kept, "prompt": token_ids}, {"do_remote_prefill": False})
 
 
 def concurrent_decode_params(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str, Any]:
     """Returns the decode instance's parameters in the concurrent style."""
-    return {
-        "do_remote_prefill": True,
-        "transfer_id": transfer_id,
-        "remote_bootstrap_addr": bootstrap,
-        "remote_engine_id": engine_id,
-    }
+    source = {"remote_bootstrap_addr": bootstrap, "remote_engine_id": engine_id}
+    return {"do_remote_prefill": True, "transfer_id": transfer_id, **source}
 
 
-def _one_token_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
-    """Returns the same request for one token, not streamed."""
+def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+    """Returns the same request for one token, not streamed, whose KV another instance loads by these parameters."""
     kept = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     limits = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
-    return encode({**kept, **limits, "stream": False, _PARAMS: params})
+    return encode({**kept, **limits, "stream": False, _PARAMS: {"do_remote_decode": True, **params}})
 
 
 def error_body(status: int, message: str) -> bytes:

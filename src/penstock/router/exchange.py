@@ -13,7 +13,7 @@ import functools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from penstock.router.reported_stream import Reason, ReportedStream
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
-from penstock.utils.stream_reports import STREAM_HEADER, name_of
+from penstock.utils.stream_reports import ASK, STREAM_HEADER, name_of
 
 logger = get_logger(__name__)
 
@@ -40,6 +40,7 @@ _RETRIED_STATUSES = (502, 503, 504)
 # The usage of a streamed answer is in its last events.
 _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
+_SERIAL = {"do_remote_prefill": False}
 
 
 class RejectedByPrefillError(Exception):
@@ -158,7 +159,8 @@ class Exchanges:
                     is_over = True
                 except _InstanceFailedError as failure:
                     decision = self._after_failure(request, failure, stream)
-                    self.wake()
+                    if decision is not None:
+                        self.wake()
         except (asyncio.CancelledError, OSError):
             if tail.is_last and isinstance(decision, Plan):
                 # Some clients close the connection at the last event, and do not wait for the body's end.
@@ -258,13 +260,14 @@ class Exchanges:
     def cut_off(self, url: str) -> None:
         """Fails all calls to the instance, which has died."""
         for scope in list(self._scopes.get(url, ())):
-            scope.reschedule(0)
+            if not scope.expired():
+                scope.reschedule(0)
 
     async def _wait(self, request: Routed) -> Plan | Refusal:
         future = asyncio.get_running_loop().create_future()
         self._waiting[request] = future
-        if self._dispatcher.next_poll <= self._clock.now():
-            self.wake()  # another request has made room for this one in the queue
+        if request.failed or self._dispatcher.next_poll <= self._clock.now():
+            self.wake()  # its failure has freed capacity, or another request has made room for it in the queue
         return await future
 
     # ---- The two halves of a request ----
@@ -281,7 +284,7 @@ class Exchanges:
             elif prefill.bootstrap:
                 await self._run_both_halves(attempt, prefill, incoming.completion, client)
             else:
-                params = await self._prefill(attempt, prefill, bodies.serial_prefill_body(incoming.completion))
+                params = await self._prefill(attempt, prefill, bodies.prefill_body(incoming.completion, _SERIAL))
                 self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=True)
                 assert attempt.body is not None
                 data = attempt.data if params is None else bodies.with_params(attempt.data, attempt.body, params)
@@ -300,11 +303,15 @@ class Exchanges:
         transfer_id = f"xfer-{uuid.uuid4().hex}"
         engine_id = await self._engine_id(prefill)
         params = bodies.concurrent_decode_params(transfer_id, prefill.bootstrap, engine_id)
-        prefill_body = bodies.concurrent_prefill_body(body, transfer_id)
-        async with _concurrently(self._prefill(attempt, prefill, prefill_body)) as prefilling:
+        prefill_body = bodies.prefill_body(body, {"transfer_id": transfer_id})
+        prefilling = asyncio.create_task(self._prefill(attempt, prefill, prefill_body))
+        try:
             assert attempt.body is not None
             data = bodies.with_params(attempt.data, attempt.body, params)
             await self._stream(attempt, data, client, prefilling)
+        finally:
+            prefilling.cancel()
+            await asyncio.gather(prefilling, return_exceptions=True)
 
     async def _share(self, attempt: _Attempt, sibling: Instance, body: dict[str, Any]) -> bytes:
         """Returns the request for the target, with the KV parameters of another instance that has the beginning of its
@@ -358,7 +365,7 @@ class Exchanges:
         incoming, target, stream = attempt.incoming, attempt.plan.target, attempt.stream
         headers = incoming.headers
         if stream is not None:
-            headers = (*headers, (STREAM_HEADER, stream.header))
+            headers = (*headers, (STREAM_HEADER, stream.header if client.has_begun else ASK))
         call = Call(incoming.method, target.url + incoming.target, headers, data)
         try:
             async with asyncio.timeout(None) as scope:
@@ -402,9 +409,14 @@ class Exchanges:
             attempt.tail.add(part)
             return is_ready
 
-        while not await answer.pass_to(take):
+        lease = attempt.request.target
+        assert lease is not None, "an answer without a place in its instance"
+        while not lease.is_sent:
+            is_last = await answer.pass_to(take)
+            lease.is_sent = True
             await client.drained()
-        await client.drained()
+            lease.is_sent = is_last
+            self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
 
     def _begin_report(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> ReportedStream | None:
         """Returns the stream if the answer is reported. Raises PeerError for an answer that does not continue it."""
@@ -415,13 +427,13 @@ class Exchanges:
         name = name_of(bodies.header_of(answer.headers, STREAM_HEADER.lower()) or "")
         if not client.has_begun and answer.status == 200 and name is not None:
             stream.name = name
-            answer.headers = bodies.without_stream_header(answer.headers)
+            answer.headers = tuple(each for each in answer.headers if each[0].lower() != STREAM_HEADER.lower())
             lease.member.fingerprint = stream.fingerprint
             return stream
         if not client.has_begun:
             stream.name = None
             return None
-        if answer.status != 200 or name is None or not stream.is_named(name):
+        if answer.status != 200 or name is None or stream.name != msgspec.structs.replace(name, num_events=0):
             lease.member.fingerprint = None
             raise PeerError(f"it does not continue the stream: it has answered {answer.status}")
         lease.member.fingerprint = stream.fingerprint
@@ -457,17 +469,6 @@ class Exchanges:
             if not scopes:
                 # Instances come and go, each with an address of its own.
                 del self._scopes[instance.url]
-
-
-@contextlib.asynccontextmanager
-async def _concurrently(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task[Any]]:
-    """Runs `work` concurrently with the body, and cancels it at the body's end."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _unavailable(status: int, headers: bodies.Headers) -> PeerError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from urllib.parse import unquote
 
@@ -15,6 +16,8 @@ from penstock.utils.errors import RequestError
 from penstock.utils.hosts import is_local_host
 
 _MODELS = "/v1/models"
+# Reading more on the event loop would hold up all other requests.
+_LARGE_BYTES = 1 << 20
 _is_local = functools.lru_cache(1024)(is_local_host)
 
 
@@ -63,7 +66,8 @@ class FrontDoor:
                 return await self._exchanges.list_models(incoming, response, groups)
         else:
             try:
-                body = bodies.read_completion(headers, request.body)
+                read = bodies.read_completion, headers, request.body
+                body = read[0](*read[1:]) if len(request.body) < _LARGE_BYTES else await asyncio.to_thread(*read)
             except RequestError as error:
                 return await response.refuse(400, str(error))
             target = completions + question + query

@@ -76,7 +76,7 @@ def reported(ready: Reply) -> tuple[tuple[str, ...], bool]:
     """Returns the names of the models that the instance reports, sorted, and whether it shares KV with others."""
     try:
         found = _decode_ready(ready.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return (), False
     return tuple(sorted(set(found.models[:_MAX_MODELS]))), found.shares_kv
 
@@ -102,7 +102,7 @@ def _read(reply: Reply) -> tuple[str, str]:
     """Returns `status` and `reason` of a body, which other servers may omit."""
     try:
         body = json.loads(reply.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", ""
     if not isinstance(body, dict):
         return "", ""

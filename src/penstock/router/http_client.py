@@ -32,6 +32,7 @@ _DEATH_SECONDS = 1.0
 _MAX_HEAD_BYTES = 64 << 10
 # The limit for an answer that the client does not read; then the instance has to wait.
 _MAX_BUFFERED_BYTES = 256 << 10
+_MAX_FETCHED_BYTES = 64 << 20
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 
 
@@ -148,17 +149,19 @@ class HttpUpstream:
 
 async def fetch(upstream: HttpUpstream, call: Call, timeout: float) -> tuple[int, Headers, bytes]:
     """Returns a whole answer: status, headers and body. Raises PeerError, also after `timeout` seconds."""
-    parts: list[bytes] = []
+    body = bytearray()
 
     def take(part: bytes, _: bool) -> bool:
-        parts.append(part)
+        body.extend(part)
+        if len(body) > _MAX_FETCHED_BYTES:
+            raise PeerError(f"its answer is larger than {_MAX_FETCHED_BYTES} bytes")
         return True
 
     try:
         async with asyncio.timeout(timeout):
             with await upstream.ask(call) as answer:
                 await answer.pass_to(take)
-                return answer.status, answer.headers, b"".join(parts)
+                return answer.status, answer.headers, bytes(body)
     except TimeoutError:
         raise PeerError("it has not answered in time") from None
 

@@ -179,6 +179,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        num_before = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -186,7 +187,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is not a request of HTTP/1.1: {error}")
         else:
-            if self._is_in_head:
+            # What follows a body in chunks counts as a head too.
+            if self.deadline < math.inf and (self._is_in_head or self._num_body_bytes == num_before):
                 self._num_head_bytes += len(data)
                 if self._num_head_bytes > _MAX_HEAD_BYTES:
                     self._refuse(431, f"the request's head is larger than {_MAX_HEAD_BYTES} bytes")
@@ -222,16 +224,9 @@ class Connection(asyncio.Protocol):
         if self._is_refused or self._parser.should_upgrade():
             return
         self.deadline = math.inf
-        self._requests.append(
-            Request(
-                self._parser.get_method().decode(),
-                decoded(self._target),
-                tuple(self._headers),
-                b"".join(self._body),
-                self._parser.get_http_version() == "1.0",
-                self._parser.should_keep_alive(),
-            )
-        )
+        is_kept, is_http_1_0 = self._parser.should_keep_alive(), self._parser.get_http_version() == "1.0"
+        line = self._parser.get_method().decode(), decoded(self._target)
+        self._requests.append(Request(*line, tuple(self._headers), b"".join(self._body), is_http_1_0, is_kept))
         if self.task is None:
             self._start()
         else:

@@ -71,7 +71,7 @@ class KVSubscriptions:
             # Replays are requested one at a time; published batches wait in the socket meanwhile.
             await self._replay(instance, view)
             while True:
-                frames = await published.recv_multipart()
+                frames = await _received(published)
                 if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                     batch = (int.from_bytes(frames[1], "big"), frames[2])
                     if view.receive(*batch) is not None:
@@ -92,7 +92,7 @@ class KVSubscriptions:
             async with asyncio.timeout(_REPLAY_SECONDS):
                 await asking.send_multipart([b"", view.next_number.to_bytes(_NUMBER_BYTES, "big")])
                 while True:
-                    frames = await asking.recv_multipart()
+                    frames = await _received(asking)
                     if len(frames) != 4 or not frames[3]:
                         return
                     view.take(int.from_bytes(frames[2], "big"), frames[3])
@@ -115,3 +115,10 @@ class KVSubscriptions:
             made.close(linger=0)
             raise
         return made
+
+
+async def _received(socket: Any) -> list[bytes]:
+    """Returns the next message, after a turn of other tasks even if it is there already."""
+    receiving = socket.recv_multipart()
+    await asyncio.wait((receiving,))
+    return receiving.result()

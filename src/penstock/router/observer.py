@@ -110,9 +110,7 @@ class RouterObserver:
                 member.num_outstanding,
                 member.load,
                 num_blocks.get(member.url),
-                member.prompts.line() if member.prompts.is_known(now) else None,
-                member.loads.line() if member.loads.is_known(now) else None,
-                member.shares.line() if member.shares.is_known(now) else None,
+                *(one.line() if one.is_known(now) else None for one in (member.prompts, member.loads, member.shares)),
             )
             for member in self._dispatcher.pool
         ]
@@ -145,7 +143,7 @@ def usage_of(tail: bytes) -> Usage | None:
         return None
     try:
         found, _ = json.JSONDecoder().raw_decode(tail[starts[-1].end() :].decode("utf-8", "replace"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     details = found.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else 0
@@ -153,4 +151,4 @@ def usage_of(tail: bytes) -> Usage | None:
 
 
 def _count(value: object) -> int:
-    return value if isinstance(value, int) and value >= 0 else 0
+    return value if isinstance(value, int) and 0 <= value < 1 << 63 else 0

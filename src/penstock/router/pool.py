@@ -69,6 +69,8 @@ class Lease:
     num_prompt_tokens: int
     since: float
     is_open: bool = field(default=True)
+    is_sent: bool = False
+    """Whether the instance waits for the client to read what it has sent."""
 
 
 class Pool:
@@ -208,7 +210,8 @@ class Pool:
     def stalled_for(self, url: str, now: float) -> float:
         """Returns for how many seconds the instance has had requests and has sent no part of an answer."""
         member = self._members.get(url)
-        return now - member.progressed_at if member is not None and member.num_outstanding else 0.0
+        owes = any(lease.member is member and not lease.is_sent for lease in self._leases)
+        return now - member.progressed_at if member is not None and owes else 0.0
 
     # ---- Load ----
 

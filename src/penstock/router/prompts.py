@@ -64,7 +64,7 @@ class TokenizedPrompts:
         if body is None:
             return estimated
         tokens = await self._tokens(incoming, body, min(ready, key=lambda each: each.num_outstanding))
-        if not tokens:
+        if not tokens or min(tokens) < 0 or max(tokens) >= 1 << 63:
             return estimated
         return Found(len(tokens), tokens, self._views.cached(PromptKeys(tokens, salts_of(incoming.headers, body))))
 
@@ -105,7 +105,7 @@ _decode = msgspec.json.Decoder(_Tokenized).decode
 def tokens_of(content: bytes) -> Sequence[int]:
     try:
         return _decode(content).tokens
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return ()
 
 

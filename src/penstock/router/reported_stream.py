@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.utils.errors import PeerError
-from penstock.utils.stream_reports import ASK, Report, ReportKind, StreamName, header_value, read_event
+from penstock.utils.stream_reports import Report, ReportKind, StreamName, header_value, read_event
 
 _END = b"\n\n"
 _MAX_EVENT_BYTES = 64 << 20
@@ -43,6 +43,7 @@ class ReportedStream:
         self.last_part_at = 0.0
         self._pending = b""
         self._held: list[bytes] = []  # complete events whose report has not arrived
+        self._num_held_bytes = 0
         self._is_ending = False
 
     @property
@@ -52,14 +53,9 @@ class ReportedStream:
 
     @property
     def header(self) -> str:
-        """The header's value in the next request for the stream."""
-        return (
-            ASK if self.name is None else header_value(msgspec.structs.replace(self.name, num_events=self.num_events))
-        )
-
-    def is_named(self, name: StreamName) -> bool:
-        """Returns whether an instance's answer continues this stream."""
-        return self.name == msgspec.structs.replace(name, num_events=0)
+        """The header's value in a request for the rest of the stream, which has a name."""
+        assert self.name is not None, "a stream goes on that has not begun"
+        return header_value(msgspec.structs.replace(self.name, num_events=self.num_events))
 
     @property
     def num_tokens(self) -> int:
@@ -68,31 +64,36 @@ class ReportedStream:
     def restart(self) -> None:
         """Drops what has arrived and was not passed to the client: another instance continues."""
         self._pending, self._is_ending, self.interruption = b"", False, None
-        self._held.clear()
+        self._hold_nothing()
+
+    def _hold_nothing(self) -> None:
+        self._held, self._num_held_bytes = [], 0
 
     def feed(self, part: bytes, is_last: bool) -> bytes:
         """Takes a part of the body; returns what the client gets. Raises PeerError if the stream must be continued."""
         self._pending += part
-        if len(self._pending) + sum(map(len, self._held)) > _MAX_EVENT_BYTES:
+        if len(self._pending) + self._num_held_bytes > _MAX_EVENT_BYTES:
             raise PeerError(f"an event of its stream is larger than {_MAX_EVENT_BYTES} bytes")
         passed: list[bytes] = []
-        while not self._is_ending and _END in self._pending:
-            size = self._pending.index(_END) + len(_END)
+        start = 0
+        while not self._is_ending and (end := self._pending.find(_END, start) + len(_END)) >= len(_END):
             try:
-                reports, data = read_event(self._pending[:size])
+                reports, data = read_event(self._pending[start:end])
             except ValueError as error:
                 raise PeerError(f"its report of the stream is invalid: {error}") from None
-            self._pending = self._pending[size:]
+            start = end
             if data:
                 self._held.append(data)
+                self._num_held_bytes += len(data)
             if reports and self._advance(reports):
                 passed += self._held
                 self.num_events += len(self._held)
-                self._held.clear()
+                self._hold_nothing()
+        self._pending = self._pending[start:]
         if is_last:
             passed += [*self._held, self._pending]
-            self._held.clear()
             self._pending = b""
+            self._hold_nothing()
         return b"".join(passed)
 
     def _advance(self, reports: Sequence[Report]) -> bool:
