@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.lora import CONFIG, WEIGHTS, LoraConfig, check_targets, read_adapter
+from penstock.config.name_patterns import ends_with_match
 from penstock.config.server import ServerArgs
 from penstock.frontend import adapters
 from penstock.frontend.adapters import AdapterStore, LoRARequest
@@ -107,6 +109,15 @@ def test_two_tensors_for_one_projection(tmp_path: Path, again: str) -> None:
     save_file({**load_file(tmp_path / WEIGHTS), f"base_model.model.{again}": torch.zeros(4, 4)}, tmp_path / WEIGHTS)
     with pytest.raises(ConfigError, match="are for the same projection"):
         read_adapter(tmp_path)
+
+
+def test_a_pattern_for_each_module_takes_little_time() -> None:
+    """As the EVA initialization of PEFT writes them: more than the cache of `re` holds."""
+    names = [f"model.layers.{layer}.{part}" for layer in range(80) for part in "abcdefg"]
+    start = time.perf_counter()
+    for name in names:
+        assert [ends_with_match(pattern, name) for pattern in names].count(True) == 1
+    assert time.perf_counter() - start < 4
 
 
 def test_types_that_are_refused(tmp_path: Path) -> None:

@@ -464,6 +464,31 @@ def test_vanished_and_unreadable_files_are_misses(tmp_path: Path, monkeypatch) -
     assert (disk.tier.stats().num_vanished, disk.tier.stats().num_failed) == (1, 1)
 
 
+def test_a_file_that_could_not_be_opened_stays_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This engine may be out of descriptors, or not be allowed to read another's file."""
+    disk = Disk(tmp_path)
+    disk.store(1)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "open", fail)
+        assert disk.load([1]) == set()
+    assert disk.present([1]) == []
+    assert len(files(tmp_path)) == 1
+    assert Disk(tmp_path).load([1]) == keys(1)
+
+
+def test_a_named_pipe_in_the_place_of_a_file_holds_up_nothing(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1)
+    file = file_of(tmp_path, 1)
+    file.unlink()
+    os.mkfifo(file)
+    assert disk.load([1]) == set()
+
+
 def test_reset_and_forget_reach_stores_in_flight(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.store(1)
@@ -654,9 +679,10 @@ def test_a_restart_finds_files_of_two_sizes_in_their_order(tmp_path: Path) -> No
 def test_configuration_errors_name_the_option(tmp_path: Path) -> None:
     region = OffloadRegion(1, CHUNK)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="path"):
-        DiskTier(DiskTierConfig(tmp_path / "file", 10 * FILE), FINGERPRINT, region)
-    with pytest.raises(ConfigError, match="capacity_bytes"):
+    for path in (tmp_path / "file", Path("~nobody-has-this-name/x"), tmp_path / "a\0b", tmp_path / "\ud800"):
+        with pytest.raises(ConfigError, match="disk_path"):
+            DiskTier(DiskTierConfig(path, 10 * FILE), FINGERPRINT, region)
+    with pytest.raises(ConfigError, match="disk_bytes_to_use"):
         DiskTier(DiskTierConfig(tmp_path, FILE - 1), FINGERPRINT, region)
     with pytest.raises(ConfigError, match=f"at least {FILE + STATE_FILE}, one chunk and one state"):
         TwoSizes(tmp_path, FILE + STATE_FILE - 1)

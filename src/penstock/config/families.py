@@ -51,12 +51,8 @@ _SPARSE_QWEN: dict[str, Any] = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-_GRANITE: dict[str, Any] = {
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_GRANITE: dict[str, Any] = dict.fromkeys(_MULTIPLIERS, 1.0)
 _LFM2: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "tie_word_embeddings": True}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere2": {

@@ -30,13 +30,7 @@ from penstock.config.families import (
 )
 from penstock.config.fields import read_count
 from penstock.config.latent import LatentConfig, read_latent
-from penstock.config.layer_heads import (
-    KVHeads,
-    PerLayerInputs,
-    read_full_heads,
-    read_kv_sources,
-    read_per_layer_inputs,
-)
+from penstock.config.layer_heads import KVHeads, PerLayerInputs, read_full_heads, read_kv_sources, read_per_layer_inputs
 from penstock.config.nemotron import FEED_FORWARD
 from penstock.config.quantization import AWQ, GGUF, GPTQ, MODELOPT, QuantizationConfig, read_quantization
 from penstock.config.recurrent import LINEAR, ConvSizes, DeltaSizes, MambaSizes, read_conv, read_delta, read_mamba

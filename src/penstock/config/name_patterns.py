@@ -6,6 +6,7 @@ pattern is used, the number of its ways is bounded from above.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -21,10 +22,15 @@ def ends_with_match(pattern: str, name: str) -> bool:
     """
     if max(len(pattern), len(name)) > _LONGEST:
         raise ValueError(f"patterns and names of at most {_LONGEST} characters are matched")
-    if _num_ways(pattern, len(name)) > _MOST_WAYS:
+    return _checked(pattern, len(name)).match(name) is not None
+
+
+@functools.lru_cache(1 << 15)
+def _checked(pattern: str, length: int) -> re.Pattern[str]:
+    if _num_ways(pattern, length) > _MOST_WAYS:
         raise ValueError("it has so many repetitions and alternatives that matching could take very long")
     try:
-        return re.match(rf"(.*\.)?({pattern})$", name) is not None
+        return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None
 

@@ -152,7 +152,7 @@ class AdapterStore:
         copy: Path | None = None
         try:
             source = Path(path).expanduser()
-            read_adapter(source)  # before anything is copied
+            check_targets(read_adapter(source), self._targets, max_rank)  # before anything is copied
             if self._folder is None or not self._folder.is_dir():
                 self._folder, lock = _make_folder()
                 # Also when the program exits.

@@ -69,7 +69,7 @@ class OffloadingConnector:
         policy = make_policy(region.num_chunks)
         tiers: list[DiskTier] = []
         if options.disk_path is not None:
-            disk = DiskTierConfig(Path(options.disk_path).expanduser(), options.disk_bytes_to_use)
+            disk = DiskTierConfig(Path(options.disk_path), options.disk_bytes_to_use)
             tiers.append(DiskTier(disk, context.fingerprint, region))
         return OffloadingScheduler(
             cache=context.cache,

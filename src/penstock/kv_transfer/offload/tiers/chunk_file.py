@@ -71,14 +71,14 @@ class ChunkFolder:
         assert 0 < len(fingerprint) <= _MAX_FINGERPRINT_BYTES, len(fingerprint)
         self._fingerprint = fingerprint
         self._chunk_bytes = chunk_bytes
-        self._folder = root / f"{fingerprint.hex()}-{chunk_bytes}{kind}"
         self.file_bytes = _PAGE + chunk_bytes
         try:
+            self._folder = root.expanduser() / f"{fingerprint.hex()}-{chunk_bytes}{kind}"
             self._folder.mkdir(parents=True, exist_ok=True)
             self._found = self._scan()
             self._direct = 0 if chunk_bytes % _PAGE else _direct_flag(self._folder)
-        except OSError as error:
-            raise ConfigError(f"the folder of the disk tier cannot be used: {error}; name one in 'path'") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"the folder of the disk tier cannot be used: {error}; name one in disk_path") from error
 
     def take_found(self) -> list[ChunkOnDisk]:
         """Returns the files present at the start, least recently used first."""
@@ -109,7 +109,7 @@ class ChunkFolder:
     def read(self, key: OffloadKey, payload: memoryview) -> VerifiedChunk | None:
         """Fills `payload`; None, with an undefined `payload`, unless the file is what `write` made for this key."""
         page = mmap.mmap(-1, _PAGE)
-        with self._open(self._path(key), os.O_RDONLY) as file:
+        with self._open(self._path(key), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as file:
             if os.fstat(file.fileno()).st_size != self.file_bytes:
                 return None
             if not (_read_all(file.fileno(), memoryview(page)) and _read_all(file.fileno(), payload)):

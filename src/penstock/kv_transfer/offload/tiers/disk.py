@@ -104,7 +104,7 @@ class DiskTier:
         least = sum(folder.file_bytes for folder in self._folders)
         if self._max_bytes < least:
             what = "one chunk" if region.states is None else "one chunk and one state of recurrent layers"
-            raise ConfigError(f"capacity_bytes of the disk tier must be at least {least}, {what}")
+            raise ConfigError(f"disk_bytes_to_use must be at least {least}, {what}")
         self._clock = SystemClock()
         self._loaders = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-load")
         self._storers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-store", initializer=give_way)
@@ -206,9 +206,7 @@ class DiskTier:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _adopt_found(self) -> None:
-        found = [
-            chunk for folder in self._folders for chunk in folder.take_found() if self._folder(chunk.key) is folder
-        ]
+        found = [each for folder in self._folders for each in folder.take_found() if self._folder(each.key) is folder]
         for chunk in sorted(found, key=lambda chunk: chunk.last_use):
             self._index[chunk.key] = None
             self._num_bytes += self._file_bytes(chunk.key)
@@ -302,9 +300,7 @@ class DiskTier:
             chunk: VerifiedChunk | None = self._folder(task.key).read(task.key, self._region.chunk(task.chunk_id))
         except OSError as error:
             return _Outcome(False, self._clock.now(), error=error)
-        if chunk is None:
-            return _Outcome(False, self._clock.now())
-        return _Outcome(True, self._clock.now(), chunk.attached_digest)
+        return _Outcome(chunk is not None, self._clock.now(), chunk and chunk.attached_digest)
 
     def _remove_files(self, keys: tuple[OffloadKey, ...]) -> _Outcome:
         undeleted: list[OffloadKey] = []
@@ -392,7 +388,12 @@ class DiskTier:
             self._log_once("corrupted", "The disk tier found a damaged file; its tokens are computed again")
         else:
             self._on_failed("load", outcome)
-        self._delete([task.key])
+        if outcome.error is None or outcome.error.errno == errno.EIO:
+            self._delete([task.key])
+        else:
+            # The file may be good, and readable for another engine or at another time: it is not found again here.
+            self._remove_from_index(task.key)
+            self._busy.add(task.key)
         return False
 
     def _on_deleted(self, task: _Delete, outcome: _Outcome) -> None:
