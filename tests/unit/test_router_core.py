@@ -14,6 +14,7 @@ from penstock.router.dispatcher import Computing, Decision, Dispatcher, Limits, 
 from penstock.router.health import HealthChecks, HealthConfig, Reply, signal_of, tokens_counted
 from penstock.router.http_client import Call, HttpUpstream, Take
 from penstock.router.instances import Instance, Role, Signal, State, make_instance, parse_instance
+from penstock.router.observer import Usage, usage_of
 from penstock.router.pool import Pool
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import ConfigError
@@ -178,6 +179,10 @@ def test_a_stalled_instance_gets_one_request_until_it_makes_progress() -> None:
     first = request()
     router.submit(first, 5)
     assert pool.stalled_for("s0", 65) == 60
+    assert first.target is not None
+    first.target.is_sent = True
+    assert pool.stalled_for("s0", 65) == 0, "the instance waits for the client"
+    first.target.is_sent = False
     pool.observe("s0", Signal.STALLED, 65)
     assert router.submit(request(), 65) is None
     router.end(first)
@@ -249,6 +254,7 @@ def test_an_instance_that_reports_good_health_and_computes_nothing_has_stalled()
         (Reply(200, b'{"status": "draining"}'), Reply(503, b""), Signal.DRAINING),
         (Reply(503, b'{"status": "dead"}'), Reply(503, b""), Signal.LOST),
         (Reply(500, b"\xff"), Reply(200, b""), Signal.STALLED),
+        (Reply(200, b"[" * 100_000), Reply(200, b""), Signal.READY),
     ],
 )
 def test_the_signal_of_an_instances_replies(health: Reply, ready: Reply, signal: Signal) -> None:
@@ -385,3 +391,15 @@ def test_random_traffic_leaves_nothing_behind(seed: int) -> None:
     router.check_integrity()
     assert (router.num_live, router.num_queued) == (0, 0)
     assert all(member.num_outstanding == 0 for member in router.pool)
+
+
+@pytest.mark.parametrize(
+    ("usage", "found"),
+    [
+        (b'{"prompt_tokens": 3, "completion_tokens": 2}', Usage(3, 2)),
+        (b'{"prompt_tokens": ' + b"9" * 400 + b', "completion_tokens": 2}', Usage(0, 2)),
+        (b'{"prompt_tokens": ' + b"[" * 99_999, None),
+    ],
+)
+def test_the_usage_of_an_answer(usage: bytes, found: Usage | None) -> None:
+    assert usage_of(b'{"usage": ' + usage + b"}") == found

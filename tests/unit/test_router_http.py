@@ -107,6 +107,7 @@ def test_expect_100_continue_is_answered() -> None:
         (b"POST /a HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"GET /a HTTP/1.1\r\nX: " + b"x" * 70_000, 431),
         (b"POST /a HTTP/1.1\r\nContent-Length: 70000000\r\n\r\n" + b"x" * 70_000_000, 413),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: " + b"x" * 1_000_000, 431),
     ],
 )
 def test_invalid_and_oversized_requests_are_refused(sent: bytes, status: int) -> None:

@@ -85,6 +85,6 @@ def test_halves_are_paired_within_a_model() -> None:
     run(check)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"models": 5}', b'{"models": [1]}', b"\xff", b'{"models": null}'])
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"models": 5}', b'{"models": [1]}', b"\xff", b'{"a": ' + b"[" * 99_999])
 def test_an_instance_that_reports_no_models_serves_any(body: bytes) -> None:
     assert reported(Reply(200, body)) == ((), False)

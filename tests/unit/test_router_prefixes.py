@@ -220,7 +220,7 @@ def test_the_request_to_the_tokenizer_has_the_fields_that_determine_the_prompt()
     assert question_of("/v1/completions", {}, None) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"tokens": ["a"]}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"tokens": ["a"]}', b"\xff", b'{"a": ' + b"[" * 99_999])
 def test_an_answer_without_tokens_is_ignored(content: bytes) -> None:
     assert tokens_of(content) == ()
     assert tokens_of(b'{"count": 2, "tokens": [1, 2]}') == [1, 2]
