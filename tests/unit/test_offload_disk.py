@@ -464,18 +464,21 @@ def test_vanished_and_unreadable_files_are_misses(tmp_path: Path, monkeypatch) -
     assert (disk.tier.stats().num_vanished, disk.tier.stats().num_failed) == (1, 1)
 
 
-def test_a_file_that_could_not_be_opened_stays_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This engine may be out of descriptors, or not be allowed to read another's file."""
+@pytest.mark.parametrize(("code", "is_found"), [(errno.EMFILE, True), (errno.EACCES, False)])
+def test_a_file_that_could_not_be_opened_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_found: bool
+) -> None:
+    """This engine may be out of descriptors for a while, or not be allowed to read another's file."""
     disk = Disk(tmp_path)
     disk.store(1)
 
     def fail(*_: object) -> int:
-        raise OSError(errno.EMFILE, "too many open files")
+        raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
         patch.setattr(chunk_file.os, "open", fail)
         assert disk.load([1]) == set()
-    assert disk.present([1]) == []
+    assert disk.load([1]) == (keys(1) if is_found else set())
     assert len(files(tmp_path)) == 1
     assert Disk(tmp_path).load([1]) == keys(1)
 

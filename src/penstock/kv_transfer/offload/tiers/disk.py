@@ -390,8 +390,8 @@ class DiskTier:
             self._on_failed("load", outcome)
         if outcome.error is None or outcome.error.errno == errno.EIO:
             self._delete([task.key])
-        else:
-            # The file may be good, and readable for another engine or at another time: it is not found again here.
+        elif outcome.error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            # The file may be good, and readable for another engine: here it is not found again.
             self._remove_from_index(task.key)
             self._busy.add(task.key)
         return False
