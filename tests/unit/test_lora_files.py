@@ -300,11 +300,21 @@ def test_the_digest_tells_where_one_file_ends(tmp_path: Path) -> None:
 
 def test_a_folder_that_vanished_is_made_again(tmp_path: Path) -> None:
     store, path = make_store(), write_adapter(tmp_path / "a", SIZES)
-    folder = Path(store.load("a", str(path)).folder).parent
+    first = store.load("a", str(path))
+    folder = Path(first.folder).parent
     shutil.rmtree(folder)
     other = store.load("b", str(write_adapter(tmp_path / "b", SIZES, seed=1)))
-    assert read_adapter(Path(other.folder)).tensors
+    assert folder.stat().st_mode & 0o777 == 0o700
+    # Another process takes away only what nobody has locked.
+    stranger = make_store()
+    stranger.load("a", str(path))
+    store.load("a", str(path))
+    for each in (first, other):
+        assert Path(each.folder).parent == folder
+        assert read_adapter(Path(each.folder)).tensors
+    stranger.close()
     store.close()
+    assert not folder.exists()
 
 
 def test_an_adapter_loaded_again_keeps_its_copy(tmp_path: Path) -> None:

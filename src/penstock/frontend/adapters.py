@@ -154,7 +154,7 @@ class AdapterStore:
             source = Path(path).expanduser()
             check_targets(read_adapter(source), self._targets, max_rank)  # before anything is copied
             if self._folder is None or not self._folder.is_dir():
-                self._folder, lock = _make_folder()
+                self._folder, lock = _make_folder(self._folder)
                 # Also when the program exits.
                 self._close = weakref.finalize(self, _remove_folder, self._folder, lock)
             copy = Path(tempfile.mkdtemp(dir=self._folder))
@@ -181,8 +181,10 @@ class AdapterStore:
         return self._folder / digest.hex()
 
 
-def _make_folder() -> tuple[Path, int]:
-    """Returns a new folder and a descriptor that locks it, and removes those of processes that were killed."""
+def _make_folder(again: Path | None) -> tuple[Path, int]:
+    """Returns a new folder and a descriptor that locks it, and removes those of processes that were killed. `again` is
+    the one that someone has removed: engines know its path.
+    """
     for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # Other users' cannot be opened, and a link is not followed.
         with contextlib.suppress(OSError):
@@ -193,7 +195,9 @@ def _make_folder() -> tuple[Path, int]:
             finally:
                 os.close(lock)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        folder = again or Path(tempfile.mkdtemp(prefix=_PREFIX))
+        if again is not None:
+            again.mkdir(0o700)
         # Until it is locked, another process may take it for an abandoned one, and remove it.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
