@@ -356,9 +356,10 @@ def test_reasoning_is_passed_back_into_the_prompt(get: Get, tmp_path: Any) -> No
     turn = {"role": "assistant", "content": "Rain?", "reasoning": "First."}
     assert chat(server, messages=[*ASKED, turn, *ASKED])[0] == [("reasoning", "Hm."), ("text", "Sunny.")]
     assert "[assistant|First.|Rain?|]" in server.llm.prompts[-1]
-    called = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
-    chat(server, messages=[*ASKED, {"role": "assistant", "content": "", "tool_calls": [called]}, *ASKED])
-    assert "|now{}]" in server.llm.prompts[-1]
+    for none in ({"arguments": ""}, {"arguments": None}, {}):
+        called = {"id": "1", "type": "function", "function": {"name": "now", **none}}
+        chat(server, messages=[*ASKED, {"role": "assistant", "content": "", "tool_calls": [called]}, *ASKED])
+        assert "|now{}]" in server.llm.prompts[-1]
     with openai_client(server) as client:
         first = client.responses.create(model="demo", input=QUESTION)
         again = client.responses.create(model="demo", input=[*ASKED, *first.output, *ASKED])  # pyright: ignore
