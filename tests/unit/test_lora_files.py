@@ -215,6 +215,17 @@ def make_store(max_rank: int = 8) -> AdapterStore:
     return AdapterStore(LoraConfig(num_slots=2, max_running=2, max_rank=max_rank), TARGETS)
 
 
+def test_an_adapter_of_another_model_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(*_: object) -> None:
+        raise AssertionError("it is copied")
+
+    monkeypatch.setattr(adapters, "_copy_file", copy)
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        make_store(max_rank=3).load("a", str(write_adapter(tmp_path, SIZES)))
+
+
 def test_copies_live_as_long_as_their_adapters(tmp_path: Path) -> None:
     store, path = make_store(), write_adapter(tmp_path / "a", SIZES)
     adapter = store.load("a", str(path))

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.metrics.router import InstanceView, RouterMetrics
 from penstock.router import http_client
 from penstock.router.exchange import Exchanges
 from penstock.router.http_client import Call, fetch
@@ -61,6 +62,14 @@ def test_an_answer_that_is_read_as_a_whole_is_limited(monkeypatch: pytest.Monkey
     assert asyncio.run(fetch(upstream(b"12345", b"67890"), call, 5)) == (200, (), b"1234567890")
     with pytest.raises(PeerError, match="larger than 10 bytes"):
         asyncio.run(fetch(upstream(b"12345", b"67890", b"1"), call, 5))
+
+
+def test_values_of_a_removed_instance_are_not_shown() -> None:
+    metrics = RouterMetrics()
+    line = (1.0, 0.01)
+    view = InstanceView("http://gone", "serve", "ready", True, 0, 0, 3, line, line, line)
+    assert b"http://gone" in metrics.render("", [view], 0, {})[0]
+    assert b"http://gone" not in metrics.render("", [], 0, {})[0]
 
 
 def make_exchanges(**fields: Any) -> Exchanges:

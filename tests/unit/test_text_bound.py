@@ -107,6 +107,13 @@ def test_tokenizers_that_drop_text_have_no_bound(parts: dict[str, Any], has_boun
     assert (find_text_bound(_changed(**parts, added_tokens=[])) is not None) == has_bound
 
 
+def test_normalizers_shrink_a_text_one_after_another() -> None:
+    steps = [{"type": "NFC"}, {"type": "Prepend", "prepend": "▁"}, {"type": "Lowercase"}]
+    bound = find_text_bound(_changed(normalizer={"type": "Sequence", "normalizers": steps}, added_tokens=[]))
+    assert bound is not None
+    assert bound.shrinking == 16
+
+
 def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(DEMO, 4096, MAX_TOKENS)
     text = "a fox " * LARGE_CHARACTERS
