@@ -183,7 +183,7 @@ class AdapterStore:
 
 def _make_folder(again: Path | None) -> tuple[Path, int]:
     """Returns a new folder and a descriptor that locks it, and removes those of processes that were killed. `again` is
-    the one that someone has removed: engines know its path.
+    the path of one that has been removed, which is created again because engines refer to it.
     """
     for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # Other users' cannot be opened, and a link is not followed.

@@ -15,7 +15,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 # The number of prompt tokens that a decoder may need to know whether the first output token continues a word.
 _NUM_CONTEXT_TOKENS = 8
-# So many tokens without text are no character that will be complete, which has four bytes at most.
+# A character has at most four bytes: after this many tokens without text, none of them will complete one.
 _MAX_SILENT_TOKENS = 16
 
 
@@ -97,7 +97,7 @@ class Detokenizer:
             text = self._stream.step(self._backend, token_id)
         self._silent = [] if text else [*self._silent, token_id]
         if len(self._silent) == _MAX_SILENT_TOKENS:
-            # Each step decodes all of them.
+            # A step decodes all tokens since the last text, so the time of each would grow with their number.
             text = self._backend.decode(self._silent, self._skip_special_tokens)
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             self._silent = []

@@ -16,7 +16,7 @@ from penstock.utils.errors import RequestError
 from penstock.utils.hosts import is_local_host
 
 _MODELS = "/v1/models"
-# Reading more on the event loop would hold up all other requests.
+# A larger body is parsed on a thread, so that it does not block the event loop.
 _LARGE_BYTES = 1 << 20
 _is_local = functools.lru_cache(1024)(is_local_host)
 
@@ -66,8 +66,8 @@ class FrontDoor:
                 return await self._exchanges.list_models(incoming, response, groups)
         else:
             try:
-                read = bodies.read_completion, headers, request.body
-                body = read[0](*read[1:]) if len(request.body) < _LARGE_BYTES else await asyncio.to_thread(*read)
+                read = functools.partial(bodies.read_completion, headers, request.body)
+                body = read() if len(request.body) < _LARGE_BYTES else await asyncio.to_thread(read)
             except RequestError as error:
                 return await response.refuse(400, str(error))
             target = completions + question + query

@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is not a request of HTTP/1.1: {error}")
         else:
-            # What follows a body in chunks counts as a head too.
+            # The trailer of a chunked body counts as a head too.
             if self.deadline < math.inf and (self._is_in_head or self._num_body_bytes == num_before):
                 self._num_head_bytes += len(data)
                 if self._num_head_bytes > _MAX_HEAD_BYTES:

@@ -118,7 +118,7 @@ class KVSubscriptions:
 
 
 async def _received(socket: Any) -> list[bytes]:
-    """Returns the next message, after a turn of other tasks even if it is there already."""
+    """Returns the next message. Other tasks run first, even if it has already arrived."""
     receiving = socket.recv_multipart()
     await asyncio.wait((receiving,))
     return receiving.result()

@@ -70,7 +70,7 @@ class Lease:
     since: float
     is_open: bool = field(default=True)
     is_sent: bool = False
-    """Whether the instance waits for the client to read what it has sent."""
+    """Whether nothing is expected of the instance: the client has yet to read what it has sent, or it has sent all."""
 
 
 class Pool:
@@ -208,7 +208,9 @@ class Pool:
         )
 
     def stalled_for(self, url: str, now: float) -> float:
-        """Returns for how many seconds the instance has had requests and has sent no part of an answer."""
+        """Returns for how many seconds the instance has had requests and has sent no part of an answer. Requests whose
+        clients have yet to read what it has sent do not count.
+        """
         member = self._members.get(url)
         owes = any(lease.member is member and not lease.is_sent for lease in self._leases)
         return now - member.progressed_at if member is not None and owes else 0.0

@@ -391,7 +391,7 @@ class DiskTier:
         if outcome.error is None or outcome.error.errno == errno.EIO:
             self._delete([task.key])
         elif outcome.error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            # The file may be good, and readable for another engine: here it is not found again.
+            # The file may be intact and readable for another engine; this one no longer looks it up.
             self._remove_from_index(task.key)
             self._busy.add(task.key)
         return False
