@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 372,
     "audit": 947,
-    "cli": 1654,
+    "cli": 1656,
     "config": 3907,
     "core": 1996,
     "engine": 993,
@@ -32,7 +32,7 @@ BUDGETS = {
     "kernels": 6141,
     "kv_transfer": 6641,
     "layers": 343,
-    "loadgen": 503,
+    "loadgen": 496,
     "messages": 855,
     "metrics": 734,
     "models": 2455,
@@ -43,7 +43,7 @@ BUDGETS = {
     "server": 4665,
     "simulation": 3782,
     "tokenizer": 335,
-    "utils": 712,
+    "utils": 719,
     "verify": 783,
     "worker": 650,
 }

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
+from penstock.cli.main import main
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList
 from penstock.kv_transfer.transports import socket_protocol
 from penstock.kv_transfer.transports.helper import HelperProcess
 from penstock.kv_transfer.transports.listener import incoming
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
+from penstock.router.health import HealthChecks, HealthConfig
+from penstock.router.http_client import HttpUpstream
+from penstock.router.http_server import Request, Response, serving
+from penstock.router.instances import Instance, Role, State
+from penstock.router.pool import Pool
+from penstock.utils.clock import ManualClock
 from penstock.utils.errors import ConfigError, PeerError
 
 KEY = b"k" * 32
@@ -105,6 +116,56 @@ def test_a_listener_pauses_between_attempts_and_logs_the_first(caplog: pytest.Lo
         assert waits.count == 5
         assert [record.levelno for record in caplog.records] == [logging.WARNING] + [logging.DEBUG] * 4
         next(incoming(listener, threading.Event())).close()
+
+
+@pytest.mark.parametrize("command", ["serve", "route"])
+def test_servers_raise_the_limit_as_far_as_they_may(command: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        # Neither starts: the options contradict each other, or the model is missing.
+        assert main([command, "--host", "0.0.0.0", *(["/no/such/model"] if command == "serve" else [])]) != 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65536, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_hard_limit_below_is_kept() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500))\n"
+        "from penstock.utils.machine import allow_open_files\n"
+        "allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "(500, 500)\n"
+
+
+async def _health_of(url: str) -> tuple[State, State]:
+    """Returns the states of an instance that is checked before and after the process has run out of descriptors."""
+    pool = Pool(dead_after=0)
+    member = pool.add(Instance(url, Role.SERVE))
+    async with HttpUpstream() as upstream:
+        checks = HealthChecks(pool, upstream, HealthConfig(), ManualClock())
+        await checks.check_all()
+        before = member.state
+        upstream._free.clear()
+        with free_descriptors(0):
+            await checks.check_all()
+        return before, member.state
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_instance_is_not_blamed_by_a_router_without_descriptors(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def check() -> tuple[State, State]:
+        async def answer(request: Request, response: Response) -> None:
+            await response.refuse(404, "this instance has no such route")
+
+        async with serving(answer, "127.0.0.1", 0) as url:
+            return await _health_of(url)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(check()) == (State.READY, State.READY)
 
 
 def test_announcements_are_neither_lost_nor_taken_for_stale(tmp_path: Path) -> None:

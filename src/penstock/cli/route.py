@@ -10,6 +10,7 @@ from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_end_at_once
+from penstock.utils.machine import allow_open_files
 
 if TYPE_CHECKING:
     from penstock.router.service import Listening, RouterConfig
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         from penstock.router.service import route
         from penstock.utils import logging
 
+        allow_open_files()
         logging.configure(env.log_level())
         config = _config(args)
 

@@ -9,6 +9,7 @@ from penstock.cli.dataclass_args import add_engine_args, add_model_argument, add
 from penstock.cli.startup import announce, describe_engine
 from penstock.config import env
 from penstock.utils.interrupts import interrupts_end_at_once
+from penstock.utils.machine import allow_open_files
 
 if TYPE_CHECKING:
     from penstock.messages.engine_info import EngineInfo
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         from penstock.server.run import serve
         from penstock.utils import logging
 
+        allow_open_files()
         logging.configure(env.log_level())
 
         def on_loaded(info: EngineInfo) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-import resource
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from penstock.loadgen.runner import wait_until
 from penstock.loadgen.stream import Outcome, ResponseStream, error_message, take_vector
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, PeerError, PenstockError
+from penstock.utils.machine import allow_open_files
 from penstock.utils.names import one_line
 
 _REQUEST_TIMEOUT = 6 * 3600.0
@@ -30,7 +30,6 @@ _KEEPALIVE = 2.0
 _ERROR_CHARS = 300
 _MAX_ERROR_BYTES = 64 << 10
 _MAX_LOOKUP_BYTES = 64 << 20
-_MAX_OPEN_FILES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Server:
         self._clock = SystemClock()
 
     async def __aenter__(self) -> Self:
-        _allow_open_files(_MAX_OPEN_FILES)
+        allow_open_files()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
         timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
@@ -238,15 +237,6 @@ def embedding_body(sample: Sample, model: str, options: Mapping[str, Any]) -> by
 def _body(head: dict[str, Any], sample: Sample, options: Mapping[str, Any]) -> bytes:
     stream = {"max_tokens": sample.output_len, "stream": True, "stream_options": {"include_usage": True}}
     return json.dumps({**head, **stream, **options}).encode()
-
-
-def _allow_open_files(number: int) -> None:
-    """Raises the process's limit as far as the system allows: each request in flight has a connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _http_error(response: aiohttp.ClientResponse) -> str:

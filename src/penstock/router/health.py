@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,6 +167,8 @@ class HealthChecks:
                 seconds = self._pool.stalled_for(url, self._clock.now())
                 signal, reason = Signal.STALLED, f"it has requests and has made no progress for {seconds:.0f} s"
         except PeerError as error:
+            if getattr(error.__cause__, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                return False  # the router lacks file descriptors, which says nothing about the instance
             signal, reason = Signal.SILENT, str(error)[:_MAX_REASON]
         return self._pool.observe(url, signal, self._clock.now(), reason)
 

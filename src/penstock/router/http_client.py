@@ -110,7 +110,7 @@ class HttpUpstream:
         try:
             connection = await _connect(origin, functools.partial(self._put_back, base))
         except PeerError as error:
-            raise AnswerLostError(str(error), num_sent) if num_sent else error from None
+            raise AnswerLostError(str(error), num_sent) if num_sent else error from error.__cause__
         try:
             return await connection.ask(call.method, data, num_sent + 1)
         except _ClosedError as error:
@@ -352,19 +352,17 @@ class InstanceConnection(asyncio.Protocol):
 
 async def _connect(origin: _Origin, put_back: Callable[[InstanceConnection], None]) -> InstanceConnection:
     """Opens a connection. Raises PeerError."""
-    loop = asyncio.get_running_loop()
+    make = functools.partial(InstanceConnection, put_back)
     secure = _secure() if origin.is_secure else None
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
-            made = await loop.create_connection(
-                functools.partial(InstanceConnection, put_back), origin.host, origin.port, ssl=secure
-            )
+            made = await asyncio.get_running_loop().create_connection(make, origin.host, origin.port, ssl=secure)
             return made[1]
     except TimeoutError:
         raise PeerError(f"it accepts no connection within {_CONNECT_SECONDS:g} seconds") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise PeerError(f"it cannot be reached: {reason or error}") from None
+        raise PeerError(f"it cannot be reached: {reason or error}") from error
 
 
 @functools.cache

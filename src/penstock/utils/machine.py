@@ -1,4 +1,4 @@
-"""The share of the machine that this process may use, or leaves to others: cores, GPUs, memory and priority."""
+"""The share of the machine that this process may use, or leaves to others: cores, GPUs, memory, files and priority."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max PERIOD" or "QUOTA PERIOD", in microseconds
 NUMA_NODES = Path("/sys/devices/system/node")
 _DRIVER = "libcuda.so.1"
+_MAX_OPEN_FILES = 65536
 
 
 def core_quota() -> int | None:
@@ -84,6 +86,15 @@ _trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambd
 def release_freed_memory() -> None:
     """Returns freed memory to the operating system. Takes milliseconds per gigabyte; other Python threads continue."""
     _trim(0)
+
+
+def allow_open_files() -> None:
+    """Raises this process's limit of open files as far as the system allows: each HTTP connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def give_way() -> None:
