@@ -24,6 +24,7 @@ from penstock.config.gguf.folder import unpack_gguf, unpacked_file
 from penstock.config.gguf.vocabulary import end_tokens, read_tokenizer
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
+from penstock.config.pooling import find_pooling
 from penstock.frontend.front_end import build_front_end
 from penstock.kernels.quantized import QuantizedWeight, dense
 from penstock.layers.linear import Linear
@@ -611,6 +612,20 @@ def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY, qwen3__attention__causal=False)
     with pytest.raises(ConfigError, match="is_causal of a qwen3 must be true: only encoders attend"):
         load_model_config(unpack_gguf(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize(("stored", "method"), [(0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)])
+def test_an_embedder_pools_as_its_file_says(stored: int, method: str | None, tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY, qwen3__pooling_type=stored)
+    model = load_model_config(unpack_gguf(tmp_path / "a.gguf"))
+    found = find_pooling("auto", None, model)
+    assert (found and found.method) == method
+    if found is not None:
+        assert found.normalize
+        assert find_pooling("generate", None, model) is None
+        assert find_pooling("auto", '{"pooling_type": "LAST", "normalize": false}', model) == replace(
+            found, method="last", normalize=False
+        )
 
 
 def test_the_end_token_of_texts_of_which_vectors_are_made(tmp_path: Path) -> None:

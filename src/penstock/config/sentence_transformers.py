@@ -40,12 +40,13 @@ class Prompts:
 
 
 def read_modules(path: Path) -> Modules | None:
-    """Reads the checkpoint folder `path`; None if there is no `modules.json`. Raises ConfigError for unsupported
-    modules.
+    """Reads the checkpoint folder `path`; None if it has no `modules.json` and is not of a GGUF file that names a
+    method (llama.cpp normalises its vectors). Raises ConfigError for unsupported modules.
     """
     file = path / "modules.json"
     if not file.is_file():
-        return None
+        method = (read_json(path / "config.json") or {}).get("gguf_pooling")
+        return None if method is None else Modules(method, normalize=True)
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

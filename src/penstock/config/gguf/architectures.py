@@ -46,6 +46,7 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+_POOLING = {1: "mean", 2: "cls", 3: "last"}
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(.+)")
 # Tensors that a file may have together with another in one, and which half of that they are.
@@ -163,6 +164,7 @@ def _common(file: GGUFFile, family: Family, fields: Mapping[str, Any], vocab_siz
         "rope_theta": fields.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, family, fields),
         "is_causal": fields.get("attention.causal", True),
+        "gguf_pooling": _POOLING.get(fields.get("pooling_type", 0)),
         "attention_bias": has_bias and family.model_type != "qwen2",
         "mlp_bias": any(name.endswith(".ffn_gate.bias") for name in file.tensors),
         "tie_word_embeddings": "output.weight" not in file.tensors,
