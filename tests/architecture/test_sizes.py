@@ -42,7 +42,7 @@ BUDGETS = {
     "runner": 2877,
     "server": 4665,
     "simulation": 3782,
-    "tokenizer": 335,
+    "tokenizer": 350,
     "utils": 719,
     "verify": 783,
     "worker": 650,

@@ -313,7 +313,13 @@ def test_invalid_configurations(mode: str, arguments: dict[str, Any], message: s
         (
             "1_Pooling/config.json",
             '{"pooling_mode_mean_tokens": true, "include_prompt": false}',
-            "leaves prompts out of the mean",
+            "leaves prompts out of the result",
+        ),
+        ("1_Pooling/config.json", '{"pooling_mode": "cls", "include_prompt": false}', "leaves prompts out"),
+        (
+            "config_sentence_transformers.json",
+            '{"prompts": {"a": "b"}, "default_prompt_name": ["a"]}',
+            r"has default_prompt_name \['a'\], which is not in prompts",
         ),
     ],
 )

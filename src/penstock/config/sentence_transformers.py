@@ -82,8 +82,8 @@ def _read_method(file: Path) -> str:
             "cls_token"
         )
     method = known[names[0]]
-    if method == "mean" and raw.get("include_prompt") is False:
-        raise ConfigError(f"{file} leaves prompts out of the mean (include_prompt is false), which is not supported")
+    if method != "last" and raw.get("include_prompt") is False:
+        raise ConfigError(f"{file} leaves prompts out of the result (include_prompt is false), which is not supported")
     return method
 
 
@@ -95,7 +95,7 @@ def read_prompts(path: Path) -> Prompts:
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         raise ConfigError(f"{file} must map the names of prompts to texts")
     default: Any = raw.get("default_prompt_name")
-    if default is not None and default not in texts:
+    if default is not None and (not isinstance(default, str) or default not in texts):
         raise ConfigError(f"{file} has default_prompt_name {default!r}, which is not in prompts")
     return Prompts({str(name): str(text) for name, text in texts.items()}, default)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
@@ -104,6 +104,6 @@ def read_max_tokens(path: Path) -> int | None:
     """Returns the longest input in tokens for which the checkpoint was trained; None if it does not say."""
     for name in _LENGTH_FILES:
         length = (read_json(path / name) or {}).get("max_seq_length")
-        if isinstance(length, int) and not isinstance(length, bool) and length >= 1:
+        if isinstance(length, int) and not isinstance(length, bool) and length >= 2:
             return length
     return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.config import env
@@ -16,11 +17,11 @@ from penstock.frontend.adapters import AdapterStore, LoRARequest
 from penstock.frontend.core_client import CoreClient
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.front_end import FrontEnd, build_front_end, make_grammar_checker
-from penstock.frontend.input_processor import ProcessedRequest, Prompt
+from penstock.frontend.input_processor import SECOND_TEXT, ProcessedRequest, Prompt
 from penstock.frontend.placement import Placement
 from penstock.frontend.pooling import PoolingProcessor, Task
 from penstock.frontend.replica import Replica, RequestStream
-from penstock.frontend.scoring import ScorePlan, Texts, plan_scores
+from penstock.frontend.scoring import Texts, plan_scores
 from penstock.frontend.text_work import TextWork
 from penstock.messages.adapters import Adapter
 from penstock.messages.engine_info import EngineInfo
@@ -29,7 +30,7 @@ from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutpu
 from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.request_log import EngineObserver
-from penstock.tokenizer.tokenizer import LARGE_CHARACTERS, Tokenizer, load_tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, RequestError
 from penstock.utils.machine import count_gpus, numa_nodes
@@ -256,17 +257,9 @@ class AsyncLLM:
         Cancelling the call aborts the request. Raises the errors of `submit` and its stream, and RequestError if the
         engine generates.
         """
-        arrived, params = self._clock.now(), pooling_params or PoolingParams()
-        self.pooling.check(Task.ENCODE, params)
-        process, name = self._front_end.input_processor.process_pooling, request_id or secrets.token_hex(16)
-        request = await self.text_work.run(_num_characters(prompt), process, name, prompt, params, priority)
-        stream = self._take(request, arrived, trace, data_parallel_rank)
-        try:
-            async for _ in stream:
-                pass
-            return self.pooling.make(stream.output, params)
-        finally:
-            stream.close()
+        prompts = [(prompt, pooling_params or PoolingParams())]
+        options: dict[str, Any] = {"priority": priority, "trace": trace, "data_parallel_rank": data_parallel_rank}
+        return (await self.encode_all(prompts, request_id, **options))[0]
 
     async def encode_all(
         self,
@@ -277,33 +270,40 @@ class AsyncLLM:
         trace: str | None = None,
         data_parallel_rank: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Does the same as `encode` for many prompts, in order. If one of them fails, so does the call."""
+        """Does the same as `encode` for many prompts, in order. If one of them fails, so does the call. While the
+        engine has no room for the next one, it waits for those before it.
+        """
         self.check_count(len(prompts), data_parallel_rank)
-        name = request_id or secrets.token_hex(16)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks: list[asyncio.Task[PoolingRequestOutput[PoolingOutput]]] = []
-                for number, (prompt, params) in enumerate(prompts):
-                    encoded = self.encode(
-                        prompt,
-                        params,
-                        f"{name}-{number}",
-                        priority=priority,
-                        trace=trace,
-                        data_parallel_rank=data_parallel_rank,
-                    )
-                    tasks.append(group.create_task(encoded))
-                    # Between two prompts other clients have their turn, and of large ones there is one at a time.
-                    is_large = _num_characters(prompt) >= LARGE_CHARACTERS
-                    await asyncio.wait(tasks[-1:], timeout=None if is_large else 0)
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
+        process, name = self._front_end.input_processor.process_pooling, request_id or secrets.token_hex(16)
+        submitted: deque[RequestStream] = deque()
+        results: list[PoolingRequestOutput[PoolingOutput]] = []
 
-    async def plan_scores(self, queries: Texts, documents: Texts, pooling_params: PoolingParams) -> ScorePlan:
-        """Returns the prompts that must be encoded to score the similarity or relevance of the texts."""
-        size = sum(len(text) for texts in (queries, documents) for text in texts)
-        return await self.text_work.run(size, plan_scores, self._front_end, queries, documents, pooling_params)
+        async def finish_first() -> None:
+            async for _ in submitted[0]:
+                pass
+            results.append(self.pooling.make(submitted[0].output, prompts[len(results)][1]))
+            submitted.popleft().close()
+
+        try:
+            for number, (prompt, params) in enumerate(prompts):
+                arrived, own_name = self._clock.now(), f"{name}-{number}" if len(prompts) > 1 else name
+                self.pooling.check(Task.ENCODE, params)
+                work = self.text_work.run(_num_characters(prompt), process, own_name, prompt, params, priority)
+                # As a task of its own: between two prompts other clients have their turn.
+                request = await asyncio.create_task(work)
+                while len(results) + len(submitted) == number:
+                    try:
+                        submitted.append(self._take(request, arrived, trace, data_parallel_rank))
+                    except OverloadedError:
+                        if not submitted:
+                            raise
+                        await finish_first()
+            while submitted:
+                await finish_first()
+            return results
+        finally:
+            for stream in submitted:
+                stream.close()
 
     async def score(
         self,
@@ -315,7 +315,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
         """See `LLM.score`. Cancelling the call aborts its requests."""
-        plan = await self.plan_scores(queries, documents, pooling_params or PoolingParams())
+        plan = plan_scores(self.pooling, queries, documents, pooling_params or PoolingParams())
         return plan.results(await self.encode_all(plan.prompts, request_id, priority=priority))
 
     def _take(
@@ -422,6 +422,6 @@ def _narrowest(limits: Iterable[SchedulerConfig]) -> SchedulerConfig:
 
 
 def _num_characters(prompt: Prompt) -> int:
-    """Returns the length of the prompt's text; 0 if it is token ids."""
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-    return len(text) if isinstance(text, str) else 0
+    """Returns the length of the prompt's texts; 0 if it is token ids."""
+    texts = [prompt.get("prompt"), prompt.get(SECOND_TEXT)] if isinstance(prompt, Mapping) else [prompt]
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -24,6 +24,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 `output_token_ids` are output that was generated before, which the request continues; with n > 1 a list for each
 completion, of which those at the places `finished_choices` have ended.
 With token ids of two texts, `second_text_start` may give the start of the second one, for models that distinguish them.
+For engines that pool, `second_text` beside the text `prompt` makes a pair of both.
 """
 
 OUTPUT_TOKEN_IDS = "output_token_ids"
@@ -31,6 +32,7 @@ _SEED_MASK = 2**64 - 1
 # For pooling requests: nothing is sampled, and the vector counts as one token.
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
 FINISHED_CHOICES = "finished_choices"
+SECOND_TEXT = "second_text"
 _PROMPT_KEYS = (
     "prompt", "prompt_token_ids", "cache_salt", "second_text_start", OUTPUT_TOKEN_IDS, FINISHED_CHOICES
 )  # fmt: skip
@@ -148,10 +150,10 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """Does the same for a pooling engine: adds the prompt that `params` names, and truncates as they specify."""
         assert self._pooling is not None, "a request that pools in an engine that generates"
-        prompt = self._with_prompt(prompt, params)
+        prompt = self._joined(self._with_prompt(prompt, params), params)
         if any(_output_token_ids(prompt, 1)):
             raise RequestError("a pooling engine generates no output to continue", OUTPUT_TOKEN_IDS)
-        text, token_ids, cache_salt = self._check(prompt, priority, self.truncation(params))
+        text, token_ids, cache_salt = self._check(prompt, priority, self._truncation(params))
         child = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -175,7 +177,29 @@ class InputProcessor:
             raise RequestError("prompt_name needs a text input, and this input is token ids", "prompt_name")
         return prompt
 
-    def truncation(self, params: PoolingParams) -> Truncation | None:
+    def _joined(self, prompt: Prompt, params: PoolingParams) -> Prompt:
+        """Returns a prompt of two texts as the tokenizer joins them, or in the engine's template; others unchanged."""
+        assert self._pooling is not None
+        if not isinstance(prompt, Mapping) or SECOND_TEXT not in prompt:
+            return prompt
+        first, second, template = prompt.get("prompt"), prompt[SECOND_TEXT], self._pooling.score_template
+        others = {key: value for key, value in prompt.items() if key not in ("prompt", SECOND_TEXT)}
+        if not (isinstance(first, str) and isinstance(second, str) and first and second):
+            raise RequestError(f"prompt and {SECOND_TEXT} must be two texts, neither of them empty", SECOND_TEXT)
+        if template is not None:
+            if params.truncate_prompt_tokens is not None:
+                raise RequestError(
+                    "truncate_prompt_tokens cannot be used here: it would cut off the end of the engine's "
+                    "score_template",
+                    "truncate_prompt_tokens",
+                )
+            return {**others, "prompt": _filled(template, first, second)}
+        if self._tokenizer is None:
+            raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
+        token_ids, start = self._tokenizer.encode_pair(first, second, self._truncation(params))
+        return {**others, "prompt_token_ids": token_ids, "second_text_start": start}
+
+    def _truncation(self, params: PoolingParams) -> Truncation | None:
         """Returns how prompts are truncated. Raises RequestError if `params` exceed the model's length."""
         length = params.truncate_prompt_tokens
         if length is None:
@@ -353,6 +377,15 @@ def _finished_choices(prompt: Prompt, given: Sequence[Sequence[Any]]) -> frozens
     if len(finished) == len(given):
         raise RequestError(f"{FINISHED_CHOICES} has all choices: nothing is left to generate", FINISHED_CHOICES)
     return finished
+
+
+def _filled(template: str, query: str, document: str) -> str:
+    """Substitutes both in one pass, so that braces in a text stay text."""
+    texts = {"{query}": query, "{document}": document}
+    for name, text in sorted(texts.items(), key=lambda item: template.index(item[0]), reverse=True):
+        place = template.index(name)
+        template = template[:place] + text + template[place + len(name) :]
+    return template
 
 
 def _as_fields(prompt: Any) -> Mapping[str, Any]:

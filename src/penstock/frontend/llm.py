@@ -146,7 +146,7 @@ class LLM:
         A classifier with one label reads each pair; with a model that makes vectors the score is their cosine. Raises
         RequestError for other engines.
         """
-        plan = plan_scores(self._front_end, queries, documents, pooling_params or PoolingParams())
+        plan = plan_scores(self._front_end.pooling, queries, documents, pooling_params or PoolingParams())
         return plan.results(self._pool(plan.prompts, use_tqdm))
 
     def _encode(

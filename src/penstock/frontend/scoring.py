@@ -12,13 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config.pooling import PoolingConfig
-from penstock.frontend.front_end import FrontEnd
-from penstock.frontend.input_processor import Prompt
-from penstock.frontend.pooling import Task, prompt_text
+from penstock.frontend.input_processor import SECOND_TEXT, Prompt
+from penstock.frontend.pooling import PoolingProcessor, Task
 from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from penstock.messages.pooling_params import PoolingParams
-from penstock.tokenizer.tokenizer import Truncation
 from penstock.utils.errors import RequestError
 
 Texts = str | Sequence[str]
@@ -36,12 +33,12 @@ class ScorePlan:
         return [_score([outputs[number] for number in pair]) for pair in self.pairs]
 
 
-def plan_scores(front_end: FrontEnd, queries: Texts, documents: Texts, params: PoolingParams) -> ScorePlan:
+def plan_scores(pooling: PoolingProcessor, queries: Texts, documents: Texts, params: PoolingParams) -> ScorePlan:
     """Plans one query with each document, or as many queries as documents, pair by pair.
 
     `params.prompt_name` names the prompt before the queries. Raises RequestError naming `queries` or `documents`.
     """
-    front_end.pooling.check(Task.SCORE, params)
+    pooling.check(Task.SCORE, params)
     firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
     if len(firsts) == 1:
         firsts = firsts * len(seconds)
@@ -49,10 +46,13 @@ def plan_scores(front_end: FrontEnd, queries: Texts, documents: Texts, params: P
         raise RequestError(
             f"there must be one query, or as many as documents: got {len(firsts)} and {len(seconds)}", "queries"
         )
-    config, pairs = front_end.pooling.config, list(zip(firsts, seconds, strict=True))
-    if config.head is None:
+    pairs = list(zip(firsts, seconds, strict=True))
+    if pooling.config.head is None:
         return _plan_vectors(pairs, params)
-    return _plan_pairs(front_end, config, pairs, params)
+    prompts: list[tuple[Prompt, PoolingParams]] = [
+        ({"prompt": query, SECOND_TEXT: document}, params) for query, document in pairs
+    ]
+    return ScorePlan(prompts, [(number,) for number in range(len(prompts))])
 
 
 def _plan_vectors(pairs: list[tuple[str, str]], params: PoolingParams) -> ScorePlan:
@@ -63,42 +63,6 @@ def _plan_vectors(pairs: list[tuple[str, str]], params: PoolingParams) -> ScoreP
         for prompt in ((query, params), (document, plain)):
             numbers.setdefault(prompt, len(numbers))
     return ScorePlan(list(numbers), [(numbers[query, params], numbers[document, plain]) for query, document in pairs])
-
-
-def _plan_pairs(
-    front_end: FrontEnd, config: PoolingConfig, pairs: list[tuple[str, str]], params: PoolingParams
-) -> ScorePlan:
-    prefix = prompt_text(config.prompts, params.prompt_name)
-    plain = replace(params, prompt_name=None, truncate_prompt_tokens=None)
-    if config.score_template is None:
-        truncation = front_end.input_processor.truncation(params)
-        prompts: list[Prompt] = [
-            _pair_tokens(front_end, prefix + query, document, truncation) for query, document in pairs
-        ]
-    else:
-        if params.truncate_prompt_tokens is not None:
-            raise RequestError(
-                "truncate_prompt_tokens cannot be used here: it would cut off the end of the engine's score_template",
-                "truncate_prompt_tokens",
-            )
-        prompts = [{"prompt": _filled(config.score_template, prefix + query, document)} for query, document in pairs]
-    return ScorePlan([(prompt, plain) for prompt in prompts], [(number,) for number in range(len(prompts))])
-
-
-def _pair_tokens(front_end: FrontEnd, query: str, document: str, truncation: Truncation | None) -> Prompt:
-    token_ids, second_text_start = front_end.get_tokenizer().encode_pair(query, document, truncation)
-    # Before the next pair is encoded: thousands of documents may have the same query.
-    front_end.input_processor.check_prompt(token_ids)
-    return {"prompt_token_ids": token_ids, "second_text_start": second_text_start}
-
-
-def _filled(template: str, query: str, document: str) -> str:
-    """Substitutes both in one pass, so that braces in a text stay text."""
-    texts = {"{query}": query, "{document}": document}
-    for name, text in sorted(texts.items(), key=lambda item: template.index(item[0]), reverse=True):
-        place = template.index(name)
-        template = template[:place] + text + template[place + len(name) :]
-    return template
 
 
 def _texts(given: Texts, field: str) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers
 
 from penstock.config.engine import EngineConfig
 from penstock.config.families import text_part
@@ -69,10 +70,11 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.max_tokens = max_tokens
+        config = read_json(folder / "tokenizer_config.json") or {}
+        self._lower(config, (read_json(folder / "sentence_bert_config.json") or {}) if pools else {})
         self._bound = find_text_bound(self.backend)
         if self.backend.get_vocab_size(with_added_tokens=True) > vocab_size:
             self.backend = _limited(self.backend, vocab_size, file)
-        config = read_json(folder / "tokenizer_config.json") or {}
         self._chat_template = ChatTemplate.load(folder, config)
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
@@ -81,6 +83,17 @@ class Tokenizer:
         self._ending = end if pools and config.get("add_eos_token") and self.backend.encode("").ids[-1:] != end else []
         added = self.backend.get_added_tokens_decoder()
         self.added_tokens = {token.content: AddedToken(number, token.special) for number, token in added.items()}
+
+    def _lower(self, config: Mapping[str, Any], pooling: Mapping[str, Any]) -> None:
+        """Lower-cases texts as the tokenizer's configuration says, whose word counts for BERT's normalizer, and that of
+        sentence-transformers.
+        """
+        normalizer: Any = self.backend.normalizer
+        if isinstance(normalizer, normalizers.BertNormalizer) and isinstance(config.get("do_lower_case"), bool):
+            normalizer.lowercase = config["do_lower_case"]
+        if pooling.get("do_lower_case"):
+            others = [] if normalizer is None else [normalizer]
+            self.backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -112,24 +125,28 @@ class Tokenizer:
         A truncation removes tokens of the second text. Raises RequestError like `encode`, and if the first one leaves
         no room for the second.
         """
-        self.check_length(first)
+        self.check_length(first, "queries")
         if truncation is None:
             self.check_length(second)
         else:
             second = self._shortened(second, truncation)
-        pair = self._encode(first, add_special_tokens=False), self._encode(second, add_special_tokens=False)
+        pair = self._encode_first(first), self._encode(second, add_special_tokens=False)
+        whole = self.backend.post_process(*pair, add_special_tokens=True)
+        token_ids = whole.ids
         if truncation is not None:
             num_others = len(pair[0].ids) + self.backend.num_special_tokens_to_add(is_pair=True) + len(self._ending)
             if num_others >= truncation.max_tokens:
-                found = (
-                    f"the first text and the special tokens are {num_others} tokens: {truncation.max_tokens} leave no"
-                )
-                raise RequestError(f"{found} room for the second text", "truncate_prompt_tokens")
-            pair[1].truncate(truncation.max_tokens - num_others, direction="right")
-        whole = self.backend.post_process(*pair, add_special_tokens=True)
+                found = f"the first text and the special tokens are {num_others} tokens: {truncation.max_tokens}"
+                raise RequestError(f"{found} leave no room for the second text", "truncate_prompt_tokens")
+            token_ids = _kept_tokens(whole, 1, Truncation(truncation.max_tokens - num_others, keeps_end=False))
         if len(first) + len(second) >= LARGE_CHARACTERS:
             release_freed_memory()
-        return whole.ids + self._ending, whole.type_ids.index(1) if 1 in whole.type_ids else None
+        return token_ids + self._ending, whole.type_ids.index(1) if 1 in whole.type_ids else None
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - a process has few tokenizers
+    def _encode_first(self, text: str) -> tokenizers.Encoding:
+        """Remembers its last result: thousands of documents may have the same query."""
+        return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not text.isascii():
@@ -144,9 +161,9 @@ class Tokenizer:
         encoding = self._encode(self._shortened(text, truncation), add_special_tokens=False)
         num_special = self.backend.num_special_tokens_to_add(is_pair=False) + len(self._ending)
         room = max(0, truncation.max_tokens - num_special * add_special_tokens)
-        encoding.truncate(room, direction="left" if truncation.keeps_end else "right")
         encoding = self.backend.post_process(encoding, None, add_special_tokens)
-        return truncation.cut(encoding.ids + self._ending * add_special_tokens)
+        token_ids = _kept_tokens(encoding, 0, Truncation(room, truncation.keeps_end))
+        return truncation.cut(token_ids + self._ending * add_special_tokens)
 
     def _shortened(self, text: str, truncation: Truncation) -> str:
         """Returns the text without the part far beyond its truncation, to save time and memory."""
@@ -156,7 +173,7 @@ class Tokenizer:
         size = max(LARGE_CHARACTERS, 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking)
         return text[-size:] if truncation.keeps_end else text[:size]
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str, field: str = "prompt") -> None:
         """Raises RequestError if the text must have more tokens than a prompt may; takes negligible time."""
         if self._bound is None or self.max_tokens is None:
             return
@@ -164,7 +181,7 @@ class Tokenizer:
         if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self.max_tokens:
             return
         found = f"the text has {len(text)} characters, which are at least {num_tokens} tokens"
-        raise RequestError(f"{found}; max_model_len={self.max_tokens}", "prompt", "context_length_exceeded")
+        raise RequestError(f"{found}; max_model_len={self.max_tokens}", field, "context_length_exceeded")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -195,6 +212,17 @@ class Tokenizer:
         """Returns a conversation's tokens. Raises RequestError if there is no template or it refuses the messages."""
         # The template includes the special tokens.
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def _kept_tokens(encoding: tokenizers.Encoding, number: int, truncation: Truncation) -> list[int]:
+    """Returns the encoding's tokens, of text `number` at most as many as `truncation` says, and all others.
+
+    `Encoding.truncate` would keep what it removes, and `post_process` would join each of its parts with the other text.
+    """
+    places = [place for place, text in enumerate(encoding.sequence_ids) if text == number]
+    surplus = max(0, len(places) - truncation.max_tokens)
+    first = places[0 if truncation.keeps_end else truncation.max_tokens] if surplus else 0
+    return encoding.ids[:first] + encoding.ids[first + surplus :]
 
 
 def _limited(backend: tokenizers.Tokenizer, vocab_size: int, file: Path) -> tokenizers.Tokenizer:

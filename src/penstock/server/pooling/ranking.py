@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.frontend.scoring import Texts
+from penstock.frontend.scoring import Texts, plan_scores
 from penstock.server.openai.protocol import ERRORS
 from penstock.server.pooling.batch import Batch, Encoded, begin
 from penstock.server.pooling.protocol import RerankRequest, ScoreRequest
@@ -49,6 +49,6 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 async def _score(batch: Batch, queries: Texts, documents: Texts) -> tuple[list[float], Encoded]:
     """Returns the score of each pair, and all results of the engine for them."""
     params = batch.params("use_activation")
-    plan = await batch.wait(batch.service.llm.plan_scores(queries, documents, params))
+    plan = plan_scores(batch.service.llm.pooling, queries, documents, params)
     encoded = await batch.encode(plan.prompts)
     return [result.outputs.score for result in plan.results(encoded)], encoded

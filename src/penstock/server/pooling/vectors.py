@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -24,11 +26,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     """Returns a vector for each input, as numbers or as base64 of float32."""
     batch = begin(request, body, "embd", "input")
     encoded = await _encode(batch, Task.EMBED, body.input, batch.params("dimensions", "normalize"))
-    data = [
-        {"object": "embedding", "index": index, "embedding": _numbers(output.outputs.data, body.encoding_format)}
-        for index, output in enumerate(encoded)
-    ]
-    return batch.list_answer(data, encoded)
+    return batch.list_answer(await _rows(encoded, "embedding", "embedding", body.encoding_format), encoded)
 
 
 @router.post("/classify", responses=ERRORS)
@@ -49,11 +47,7 @@ async def pool(body: PoolingRequest, request: Request) -> Response:
     batch = begin(request, body, "pool", "input")
     task = Task.ENCODE if body.task is None else Task(body.task)
     encoded = await _encode(batch, task, body.input, batch.params("dimensions", "normalize", "use_activation"))
-    data = [
-        {"object": "pooling", "index": index, "data": _numbers(output.outputs.data, body.encoding_format)}
-        for index, output in enumerate(encoded)
-    ]
-    return batch.list_answer(data, encoded)
+    return batch.list_answer(await _rows(encoded, "pooling", "data", body.encoding_format), encoded)
 
 
 async def _encode(batch: Batch, task: Task, given: Input, params: PoolingParams) -> Encoded:
@@ -63,7 +57,17 @@ async def _encode(batch: Batch, task: Task, given: Input, params: PoolingParams)
     return await batch.encode([(prompt, params) for prompt in prompts])
 
 
-def _numbers(vector: np.ndarray, encoding_format: str | None) -> list[float] | str:
-    if encoding_format == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
+async def _rows(encoded: Encoded, kind: str, field: str, encoding_format: str | None) -> list[dict[str, Any]]:
+    """Returns what an answer has for each result. Each is encoded in a task of its own, because they may be hundreds of
+    megabytes: between two of them other clients have their turn.
+    """
+
+    async def numbers(vector: np.ndarray) -> msgspec.Raw | str:
+        if encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return msgspec.Raw(msgspec.json.encode(vector.tolist()))
+
+    return [
+        {"object": kind, "index": index, field: await asyncio.create_task(numbers(output.outputs.data))}
+        for index, output in enumerate(encoded)
+    ]
