@@ -234,6 +234,19 @@ def test_a_request_id_cannot_be_in_use_twice(engine: AsyncLLM, run: Run) -> None
     run(twice())
 
 
+def test_a_request_with_the_id_of_one_that_was_aborted_has_its_own_tokens(engine: AsyncLLM, run: Run) -> None:
+    async def main() -> None:
+        wanted = await last(engine, "The sea")
+        for count in range(20):
+            stream = await engine.submit(STORY, ENDLESS, "again")
+            for _ in range(1 + count % 4):
+                await anext(stream)
+            stream.close()
+            assert (await last(engine, "The sea", request_id="again")).outputs == wanted.outputs
+
+    run(main())
+
+
 def test_requests_beyond_max_num_queued_requests_are_refused(engine: AsyncLLM, run: Run) -> None:
     async def fill() -> None:
         streams = [await engine.submit(STORY, ENDLESS) for _ in range(MAX_QUEUED - 1)]

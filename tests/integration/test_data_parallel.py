@@ -127,6 +127,15 @@ def test_a_second_turn_goes_to_the_engine_of_the_first() -> None:
         assert {engine: after[engine] - before[engine] for engine in after} == {"0": 0.0, "1": 5.0}
 
 
+def test_completions_of_one_prompt_must_fit_into_one_engine() -> None:
+    with serve(*FLAGS, "--max-num-queued-requests", "4") as server:
+        body = {"prompt": "a", "max_tokens": 1, "n": 5}
+        assert call(server.url, "POST", COMPLETIONS, body).status == 400, "waiting would not help"
+        assert call(server.url, "POST", COMPLETIONS, {**body, "prompt": ["a"] * 5, "n": 1}).status == 200
+        assert call(server.url, "POST", "/reset_prefix_cache", {}).status == 404
+        assert call(server.admin_url, "POST", "/check_integrity", {}).status == 200
+
+
 @pytest.mark.alone
 def test_the_other_engine_continues_when_one_dies() -> None:
     with serve(*FLAGS) as server, ExitStack() as stack:
@@ -144,6 +153,7 @@ def test_the_other_engine_continues_when_one_dies() -> None:
         answer = complete(server, "Once", dead)
         assert (answer.status, "killed by signal 9" in answer.json()["error"]["message"]) == (503, True)
         streams[1 - int(dead)].close()
+        assert call(server.admin_url, "POST", "/check_integrity", {}).status == 200, "a dead engine is left out"
         assert server.terminate() == 0
 
 

@@ -14,18 +14,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams, StructuredOutputsParams
+from penstock import LLM, AsyncLLM, ConfigError, EngineDeadError, RequestError, SamplingParams, StructuredOutputsParams
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
 from penstock.config.kv_transfer import KVTransferConfig
 from penstock.config.replicas import core_plans
 from penstock.engine.core_messages import CODEC, Ready
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.input_processor import InputProcessor, ProcessedRequest
+from penstock.frontend.output_processor import ProcessedOutputs
 from penstock.frontend.placement import Placement
 from penstock.frontend.replica import Replica, RequestStream
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.utils import machine
@@ -107,13 +110,20 @@ class SilentCore:
         self.died = asyncio.Event()
         self.client = self
         self.emit: Callable[[Any], None] = lambda _: None
+        self.aborted: tuple[str, ...] = ()
 
     def add_handler(self, handler: Callable[[Any], None]) -> None:
         self.emit = handler
 
     def add_request(self, request: EngineRequest) -> None: ...
 
-    def abort_requests(self, request_ids: tuple[str, ...]) -> None: ...
+    def abort_requests(self, request_ids: tuple[str, ...]) -> None:
+        self.aborted += request_ids
+
+    def confirm(self) -> None:
+        """Reports that the aborted requests are gone."""
+        self.emit(msgspec.structs.replace(report(), aborted=self.aborted))
+        self.aborted = ()
 
 
 def replica(core: SilentCore, dp_rank: int = 0) -> Replica:
@@ -199,7 +209,74 @@ def test_cached_tokens_do_not_count_as_work() -> None:
     stream = place.replica.submit(request(1000), 0.0, None, place.num_cached)
     assert pair.replicas[1].load == 200 + 256
     stream.close()
+    pair.cores[1].confirm()
     assert pair.replicas[1].load == 0
+
+
+def tokens(wanted: ProcessedRequest, *token_ids: int) -> StepReport:
+    """Returns the report of a step that computed these tokens of a request."""
+    return msgspec.structs.replace(
+        report(), outputs=(EngineOutput(request_id=wanted.request_id, new_token_ids=token_ids),)
+    )
+
+
+def test_an_aborted_request_counts_until_the_core_has_done_so() -> None:
+    """A core that hangs confirms nothing: it would seem to be idle, and be chosen for further requests."""
+
+    async def main() -> None:
+        pair, wanted = Pair(), request(1000)
+        stream = pair.replicas[0].submit(wanted, -60.0, None)
+        stream.close()
+        assert pair.choose(request(10)) == (1, 0)
+        assert pair.replicas[0].seconds_without_progress > 60
+        assert (pair.replicas[0].num_unfinished, pair.replicas[0].idle.is_set()) == (0, True)
+        waiting = asyncio.create_task(pair.replicas[0].until_gone(wanted))
+        pair.cores[0].emit(tokens(wanted, 5))
+        await asyncio.wait((waiting,), timeout=0.01)
+        assert not waiting.done(), "its tokens may still be on their way"
+        pair.cores[0].confirm()
+        await waiting
+        assert pair.replicas[0].load == 0
+        assert pair.replicas[0].seconds_without_progress == 0
+        again = pair.replicas[0].submit(wanted, 0.0, None)
+        await asyncio.wait_for(pair.replicas[0].until_gone(wanted), 1)
+        pair.cores[0].emit(tokens(wanted, 7))
+        assert again.output.outputs[0].token_ids == [7]
+
+    asyncio.run(main())
+
+
+def test_a_completion_that_a_stop_string_ended_counts_until_the_core_has_aborted_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, wanted = SilentCore(), request()
+    only = replica(core)
+    stream, name = only.submit(wanted, 0.0, None), wanted.request_id
+    results = iter([ProcessedOutputs([stream.output], [(name, "stop")], [name]), ProcessedOutputs([], [], [])])
+    monkeypatch.setattr(only._outputs, "process", lambda _: next(results))
+    core.emit(tokens(wanted, 9))
+    assert core.aborted == (name,)
+    assert only.load > 0
+    stream.close()
+    assert core.aborted == (name,), "once is enough"
+    core.confirm()
+    assert only.load == 0
+
+
+def test_administration_leaves_engines_out_that_are_dead_for_good() -> None:
+    living, dead = (SimpleNamespace(death=death) for death in (None, EngineDeadError("it broke")))
+    for replicas, wanted in (((living, dead), [living]), ((dead, dead), (dead, dead))):
+        assert AsyncLLM._living.fget(cast(Any, SimpleNamespace(replicas=replicas))) == wanted
+
+
+def test_a_core_that_has_died_confirms_nothing() -> None:
+    core = SilentCore()
+    only = replica(core)
+    only.submit(request(), 0.0, None).close()
+    only.submit(request(), 0.0, None)
+    core.emit(EngineDeadError("it broke"))
+    assert (only.num_unfinished, only.load, only.idle.is_set()) == (0, 0, True)
+    assert only.seconds_without_progress == 0
 
 
 def test_without_the_policy_only_the_load_counts() -> None:
@@ -303,6 +380,21 @@ def test_ports_and_names_differ_from_core_to_core() -> None:
     published = [config.kv_events for config in configs]
     assert [each.endpoint for each in published] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
     assert len({each.replay_endpoint for each in published}) == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(5557, 5558), (5558, 5557)])
+def test_ports_of_kv_events_that_would_meet_are_refused(first: int, second: int) -> None:
+    events = {"endpoint": f"tcp://127.0.0.1:{first}", "replay_endpoint": f"tcp://127.0.0.1:{second}"}
+    with pytest.raises(ConfigError, match=f"at least data_parallel_size=2 apart, got {first} and {second}"):
+        configs_of_two(events=events)
+    assert core_plans(resolve(EngineArgs(kv_events_config=events)), None), "one engine takes them as they are"
+
+
+@pytest.mark.parametrize("replay", [5559, 5555, 0])
+def test_ports_of_kv_events_that_do_not_meet(replay: int) -> None:
+    events = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+    published = [config.kv_events.replay_endpoint for config in configs_of_two(events=events)]
+    assert published == [f"tcp://127.0.0.1:{replay + (replay and rank)}" for rank in range(2)]
 
 
 @pytest.mark.parametrize("extra", [{}, {"kv_connector_extra_config": {"transport": "sockets"}}])

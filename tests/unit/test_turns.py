@@ -67,7 +67,7 @@ def pooling_engine(encode: Any, room: int = COUNT) -> tuple[AsyncLLM, list[Strea
     """Returns an engine that holds `room` requests, and those that it holds."""
     running: list[Stream] = []
 
-    def take(*_: object) -> Stream:
+    async def take(*_: object) -> Stream:
         if len(running) >= room:
             raise OverloadedError("the engine is full")
         return Stream(running)

@@ -39,7 +39,14 @@ def core_plans(config: EngineConfig, visible_gpus: str | None, nodes: Sequence[S
     listens r ports above them, and so for those of a MultiConnector's children and a MooncakeConnector's default one.
     `visible_gpus` is CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
     """
-    size = config.parallel.dp
+    size, events = config.parallel.dp, config.kv_events
+    ports = [_TCP_PORT.fullmatch(each or "") for each in (events.endpoint, events.replay_endpoint)]
+    numbers = [int(port[2]) for port in ports if port is not None and port[2] != "0"]
+    if size > max(numbers, default=0) - min(numbers, default=0) > 0:
+        raise ConfigError(
+            f"the ports of endpoint and replay_endpoint in kv_events_config must be at least data_parallel_size={size} "
+            f"apart, got {' and '.join(map(str, numbers))}: each engine takes the next port of both"
+        )
     if size == config.parallel.num_joint_engines:
         return [CorePlan(config)]
     gpus, cores = _gpus_by_rank(config, visible_gpus), _cores_by_rank(size, nodes)

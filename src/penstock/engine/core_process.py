@@ -14,6 +14,8 @@ import sys
 import threading
 from typing import Any
 
+import msgspec
+
 from penstock.config.engine import EngineConfig
 from penstock.engine.build import build_engines
 from penstock.engine.core_messages import (
@@ -108,7 +110,7 @@ class CoreProcess:
                 for dp_rank, core in enumerate(self._cores):
                     core.abort_requests(request_ids)
                     # The requests are gone now, and there may be no further step that would report them.
-                    self._send(core.report(dp_rank))
+                    self._send(msgspec.structs.replace(core.report(dp_rank), aborted=request_ids))
             case ResetPrefixCache(call, reset_connector, dp_rank):
                 reply = Reply(call, self._cores[dp_rank].reset_prefix_cache(reset_connector))
                 # Reports the removed blocks before the reply.

@@ -137,6 +137,11 @@ class AsyncLLM:
         return outages[0] if all(outages) else None
 
     @property
+    def _living(self) -> Sequence[Replica]:
+        """Those that are not dead for good; all if none lives."""
+        return [replica for replica in self.replicas if replica.death is None] or self.replicas
+
+    @property
     def num_unfinished(self) -> int:
         """The number of completions that have not ended."""
         return sum(replica.num_unfinished for replica in self.replicas)
@@ -235,7 +240,7 @@ class AsyncLLM:
         request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority, adapter)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs.spec())
-        return self._take(request, arrived, trace, data_parallel_rank)
+        return await self._take(request, arrived, trace, data_parallel_rank)
 
     @property
     def pooling(self) -> PoolingProcessor:
@@ -293,7 +298,7 @@ class AsyncLLM:
                 request = await asyncio.create_task(work)
                 while len(results) + len(submitted) == number:
                     try:
-                        submitted.append(self._take(request, arrived, trace, data_parallel_rank))
+                        submitted.append(await self._take(request, arrived, trace, data_parallel_rank))
                     except OverloadedError:
                         if not submitted:
                             raise
@@ -318,12 +323,14 @@ class AsyncLLM:
         plan = plan_scores(self.pooling, queries, documents, pooling_params or PoolingParams())
         return plan.results(await self.encode_all(plan.prompts, request_id, priority=priority))
 
-    def _take(
+    async def _take(
         self, request: ProcessedRequest, arrived: float, trace: str | None, data_parallel_rank: int | None
     ) -> RequestStream:
         """Raises the errors of `submit`."""
         if len(request.request_id) > _MOST_ID_CHARACTERS:
             raise RequestError(f"a request id may have {_MOST_ID_CHARACTERS:,} characters at most", "request_id")
+        for replica in self.replicas:
+            await replica.until_gone(request)
         if any(replica.has(request) for replica in self.replicas):
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
         place = self._placement.choose(request, data_parallel_rank)
@@ -389,11 +396,11 @@ class AsyncLLM:
 
         Returns False while requests run, and with `reset_connector` if no connector can be reset.
         """
-        return all(await asyncio.gather(*(each.reset_prefix_cache(reset_connector) for each in self.replicas)))
+        return all(await asyncio.gather(*(each.reset_prefix_cache(reset_connector) for each in self._living)))
 
     async def check_integrity(self) -> None:
         """Recomputes all derived state of the schedulers and block pools; AssertionError if it is inconsistent."""
-        await asyncio.gather(*(replica.check_integrity() for replica in self.replicas))
+        await asyncio.gather(*(replica.check_integrity() for replica in self._living))
 
     async def shutdown(self) -> None:
         """Stops the engine cores; requests that still wait for tokens raise EngineDeadError. Idempotent."""

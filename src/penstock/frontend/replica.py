@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.engine.core_messages import Ready, Refusal, Refused
@@ -93,6 +93,7 @@ class Replica:
         self.died = core.died
         self.idle = asyncio.Event()
         self.idle.set()
+        self._has_less = asyncio.Event()
         self.last_chosen = 0  # for `Placement`
         self._core = core
         self._on_restart = on_restart
@@ -100,6 +101,8 @@ class Replica:
         self._streams: dict[str, RequestStream] = {}
         # Running engine request -> its stream.
         self._owners: dict[str, RequestStream] = {}
+        # Ended engine request that the core may still have -> its load, which counts until then.
+        self._ended: dict[str, int] = {}
         self._load = 0
         self._held = HeldBlocks()
         self._clock = SystemClock()
@@ -160,12 +163,17 @@ class Replica:
     @property
     def seconds_without_progress(self) -> float:
         """The time since it last computed a token, while it has work; 0 otherwise."""
-        return self._clock.now() - self._last_progress if self._owners else 0.0
+        return self._clock.now() - self._last_progress if self._owners or self._ended else 0.0
 
     def has(self, request: ProcessedRequest) -> bool:
         """Returns whether a request with this id, or with one of its completions' ids, is here."""
         is_taken = any(child.request_id in self._owners for child in request.children)
         return is_taken or request.request_id in self._streams
+
+    async def until_gone(self, request: ProcessedRequest) -> None:
+        """Waits until nothing more can come of an earlier request with this id, which is being aborted."""
+        while any(child.request_id in self._ended for child in request.children):
+            await self._has_less.wait()
 
     def submit(
         self, request: ProcessedRequest, arrived: float, trace: str | None, num_cached: int = 0
@@ -181,7 +189,7 @@ class Replica:
         for child in request.children:
             # Before anything is recorded: a request that cannot be sent must leave nothing behind.
             core.add_request(replace(child, dp_rank=self._dp_rank) if self._dp_rank else child)
-        if not self._owners:
+        if not self._owners and not self._ended:
             self._last_progress = arrived
         child_ids = [child.request_id for child in request.children]
         self.idle.clear()
@@ -227,10 +235,15 @@ class Replica:
 
     def _disown(self, child_id: str) -> RequestStream:
         stream = self._owners.pop(child_id)
-        self._load -= stream.load_of_child
+        self._ended[child_id] = stream.load_of_child
         if not self._owners:
             self.idle.set()
         return stream
+
+    def _on_gone(self, child_ids: Iterable[str]) -> None:
+        self._load -= sum(self._ended.pop(child_id, 0) for child_id in child_ids)
+        self._has_less.set()  # wakes those that wait now
+        self._has_less.clear()
 
     def _on_message(self, message: StepReport | Refused | EngineDeadError | Ready) -> None:
         match message:
@@ -249,6 +262,7 @@ class Replica:
                 for stream in [stream for stream in self._streams.values() if stream.running]:
                     stream.wake(EngineDeadError(str(message)))
                     self._end(stream)
+                self._on_gone(tuple(self._ended))
             case Ready():
                 self.info, self.limits = message.info, message.limits
                 self._on_restart()
@@ -265,6 +279,8 @@ class Replica:
         for request_id, reason in processed.ended:
             self._disown(request_id).running.discard(request_id)
             self.log.end((request_id,), reason, now)
+        ended = {request_id for request_id, _ in processed.ended}
+        self._on_gone((*ended.difference(processed.aborts), *report.aborted))
         if processed.aborts:
             self._core.abort_requests(tuple(processed.aborts))
         for output in processed.request_outputs:

@@ -121,7 +121,8 @@ class RequestEvent:
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one call of `EngineCore.step`: outputs and events of requests. `num_tokens` is how many tokens the
     processed step computed, 0 if there was nothing to process. `kv_events` are the KV events since the last report, if
-    the engine reports them. `dp_rank` is the engine's among those of its core.
+    the engine reports them. `dp_rank` is the engine's among those of its core. `aborted` are requests of which no later
+    report has anything.
     """
 
     outputs: tuple[EngineOutput, ...]
@@ -130,3 +131,4 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stats: SchedulerStats
     kv_events: tuple[KVEvent, ...] = ()
     dp_rank: int = 0
+    aborted: tuple[str, ...] = ()
