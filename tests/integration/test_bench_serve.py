@@ -33,6 +33,7 @@ class FakeServer:
         self.fail_after = 10**9
         self.interrupt_after = 10**9
         self.models_refused = 0
+        self.model_id: Any = "fake/model"
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -66,7 +67,7 @@ class FakeServer:
         if self.models_refused > 0:
             self.models_refused -= 1
             return web.json_response({"error": {"message": "loading"}}, status=503)
-        return web.json_response({"object": "list", "data": [{"id": "fake/model", "max_model_len": 600}]})
+        return web.json_response({"object": "list", "data": [{"id": self.model_id, "max_model_len": 600}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -282,6 +283,13 @@ def test_the_benchmark_waits_for_a_server_that_is_loading(server: FakeServer) ->
 def test_invalid_arguments(server: FakeServer, arguments: tuple[str, ...], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         bench(server, *arguments)
+
+
+@pytest.mark.parametrize("model_id", [["m"], 5, "\ud800", "a\0b"], ids=repr)
+def test_a_model_whose_name_is_not_text(server: FakeServer, model_id: Any) -> None:
+    server.model_id = model_id
+    with pytest.raises(ConfigError, match="lists no model: pass --model"):
+        bench(server, "--tokenizer", DEMO, "--num-prompts", "1", *SHORT)
 
 
 @pytest.mark.parametrize("argument", ["--goodput=itl:5", "--request-rate=0", "--metric-percentiles=101", "--seed=x"])

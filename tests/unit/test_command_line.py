@@ -41,6 +41,12 @@ def test_help_fits_a_terminal_of_80_columns(command: list[str], capsys: pytest.C
     assert lines[1] == "", "the usage is one line"
 
 
+def test_help_says_what_a_model_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_command(["--help"])
+    assert "MODEL is a checkpoint folder, a GGUF file or a Hugging Face model id" in capsys.readouterr().out
+
+
 def test_help_shows_engine_flags_in_groups_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_command(["serve", "--help"])
@@ -85,7 +91,18 @@ def test_help_shows_engine_flags_in_groups_with_their_defaults(capsys: pytest.Ca
         (["generate", "a", "b"], "penstock generate: unexpected argument 'b' (see penstock generate --help)"),
         (
             ["serve", "--port", "x"],
-            "penstock serve: argument --port: must be a whole number, got 'x' (see penstock serve --help)",
+            "penstock serve: argument --port: must be a whole number of at most 64 bits, got 'x' "
+            "(see penstock serve --help)",
+        ),
+        (
+            ["bench", "serve", "--ready-check-timeout-sec", "9" * 400],
+            "penstock bench serve: argument --ready-check-timeout-sec: must be a whole number of at most 64 bits, got "
+            f"'{'9' * 400}' (see penstock bench serve --help)",
+        ),
+        (
+            ["serve", "--kv-cache-memory", f"{'1' * 400}.5GB"],
+            "penstock serve: argument --kv-cache-memory: must be a size such as 5GB, 512MiB or 1048576, got "
+            f"'{'1' * 400}.5GB' (see penstock serve --help)",
         ),
         (
             ["serve", "--device", "cdua"],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.config.engine import EngineArgs, resolve
+from penstock.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,26 @@ def test_the_device_decides_what_the_arguments_leave_open(
 )
 def test_several_ranks_are_processes_by_default(given: dict[str, Any], wanted: str) -> None:
     assert resolve(EngineArgs(**given)).parallel.backend == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 2**64}, f"seed must be between {-(2**63)} and {2**63 - 1}, got {2**64}"),
+        ({"max_num_seqs": 10**20}, "max_num_seqs must be between 1 and 65536, got 1000"),
+        ({"num_threads": 10**20}, "num_threads must be between 1 and 4096, got 1000"),
+        ({"data_parallel_size": 10**11}, "data_parallel_size must be between 1 and 1024, got 1000"),
+        (
+            {"pipeline_layers": "1", "pipeline_parallel_size": 10**11},
+            "pipeline_parallel_size must be between 1 and",
+        ),
+        ({"pipeline_layers": "1" * 5000}, "pipeline_layers must be the number of layers of each of the 1 stages"),
+        ({"seed": True}, "seed must be int, got True"),
+        ({"gpu_memory_utilization": False}, "gpu_memory_utilization must be float, got False"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_numbers_out_of_bounds(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineArgs.from_kwargs(**given))
+    assert str(caught.value).startswith(message)

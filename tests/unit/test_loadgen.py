@@ -17,7 +17,7 @@ import penstock
 from penstock.loadgen import results
 from penstock.loadgen.datasets import TRACE_BLOCK, RandomShape, random_samples, sharegpt_samples, trace_samples
 from penstock.loadgen.runner import Run, arrivals, run_load
-from penstock.loadgen.stream import Outcome, ResponseStream
+from penstock.loadgen.stream import Outcome, ResponseStream, take_vector
 from penstock.loadgen.tokens import LocalTokenizer
 from penstock.utils.errors import ConfigError
 
@@ -86,11 +86,26 @@ def test_events_may_be_split_anywhere(cuts: list[int], end: str) -> None:
         (b"data: {nonsense\n\n", "not an event"),
         (b"data: 3\n\n", "not an event"),
         (events({"choices": [3]}), "not an event"),
+        (events({"choices": [{"text": ["x"]}]}), "not an event"),
+        (b'data: {"usage": {"completion_tokens": 1e400}}\n\n', "not an event"),
+        (events({"usage": {"completion_tokens": 10**400}}), "not an event"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "not an event"),
     ],
+    ids=lambda value: value[:60],
 )
 def test_events_that_fail_a_request(data: bytes, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         ResponseStream(0.0, prompt_len=1).receive(data, 1.0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"data": [{"embedding": "AA=="}], "usage": {"prompt_tokens": 1e400}}', b'{"data": []}'],
+    ids=["deep", "infinite", "empty"],
+)
+def test_vectors_that_fail_a_request(body: bytes) -> None:
+    with pytest.raises(ValueError, match="not a response of /v1/embeddings"):
+        take_vector(body, Outcome(0.0, 1))
 
 
 def test_an_incomplete_stream_has_failed() -> None:
@@ -155,6 +170,9 @@ def test_sharegpt_takes_first_exchanges_within_bounds(tmp_path: Path) -> None:
     file.write_text('[{"conversations": [{"text": "a"}, {"text": "b"}]}]')
     with pytest.raises(ConfigError, match="not a ShareGPT file"):
         asyncio.run(sharegpt_samples(tokenizer, file, 10, None, 0))
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not a ShareGPT file"):
+        asyncio.run(sharegpt_samples(tokenizer, file, 10, None, 0))
 
 
 def test_a_trace_shares_the_blocks_that_share_a_hash(tmp_path: Path) -> None:
@@ -173,6 +191,9 @@ def test_a_trace_shares_the_blocks_that_share_a_hash(tmp_path: Path) -> None:
     assert second.output_len == 1
     assert len(trace_samples(range(1000), file, 1, 1.0, 0)) == 1
     file.write_text('{"timestamp": 0}')
+    with pytest.raises(ConfigError, match="line 1"):
+        trace_samples(range(1000), file, None, 1.0, 0)
+    file.write_text('{"timestamp": 0, "input_length": 1e400, "output_length": 5}')
     with pytest.raises(ConfigError, match="line 1"):
         trace_samples(range(1000), file, None, 1.0, 0)
 
@@ -198,6 +219,8 @@ def test_arrivals_offer_the_requested_load() -> None:
     assert variation(0.25) == pytest.approx(2.0, abs=0.4)
     assert variation(100.0) == pytest.approx(0.1, abs=0.03)
     assert arrivals(5, 1.0, 1.0, 3) == arrivals(5, 1.0, 1.0, 3) != arrivals(5, 1.0, 1.0, 4)
+    with pytest.raises(ConfigError, match=r"burstiness=0\.0001 leaves no time between the requests: raise it"):
+        arrivals(8, 100.0, 0.0001, 0)
 
 
 def test_the_runner_keeps_to_the_arrival_times_and_the_limit() -> None:

@@ -55,7 +55,11 @@ def test_errors_name_the_option_the_value_and_what_is_valid(given: dict[str, Any
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(("given", "message"), [("{", "config is not JSON: "), ("[]", "config must be an object")])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("{", "config is not JSON: "), ("[]", "config must be an object"), ("[" * 20_000, "config is not JSON: ")],
+    ids=["cut", "list", "deep"],
+)
 def test_an_argument_must_be_an_object(given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_object("config", given)

@@ -64,8 +64,7 @@ def _connect(args: argparse.Namespace) -> RemoteModel:
     if flags := changed_engine_flags(args):
         raise ConfigError(f"{flags[0]} is for an engine in this process and cannot be used with --url")
     name = engine_kwargs(args)["model"]
-    keys = env.api_keys()
-    api_key = args.api_key or (keys[0] if keys else None)
+    api_key = args.api_key or next(iter(env.api_keys()), None)
     chosen = None if name == BUILT_IN_MODEL and args.positional_model is None else name
     model = RemoteModel(args.url, api_key, chosen, given_sampling(args))
     context = "" if model.context is None else f", context {model.context:,} tokens"

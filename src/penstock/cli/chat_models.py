@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.loadgen.stream import error_message
+from penstock.loadgen.stream import MALFORMED, error_message
 from penstock.utils.errors import ConfigError, PeerError, PenstockError, RequestError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ CONTEXT_FULL = "context_length_exceeded"
 _LOOKUP_SECONDS = 30.0
 _SILENCE_SECONDS = 600.0
 _ERROR_CHARACTERS = 300
+_MAX_ERROR_BYTES = 64 << 10
+_UNREADABLE = (*MALFORMED, OSError, ValueError, http.client.HTTPException)
 
 Message = dict[str, str]
 Messages = Sequence[Message]
@@ -86,6 +88,8 @@ class RemoteModel:
             raise ConfigError(f"--url {url} must begin with http:// or https://")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ConfigError("--api-key (or PENSTOCK_API_KEY) must be printable ASCII, as headers are")
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._options = options
         self._can_count = True
@@ -93,21 +97,21 @@ class RemoteModel:
 
     def count_tokens(self, messages: Messages) -> int | None:
         if self._can_count:
-            try:
+            with contextlib.suppress(PenstockError), _reading():
                 return int(self._call("/tokenize", {"model": self.name, "messages": list(messages)})["count"])
-            except (PenstockError, KeyError, TypeError, ValueError):
-                self._can_count = False
+            self._can_count = False
         return None
 
     def answer(self, messages: Messages) -> Generator[str, None, str | None]:
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._options}
         reason: str | None = None
-        with self._open("/v1/chat/completions", body, _SILENCE_SECONDS) as response:
+        with self._open("/v1/chat/completions", body, _SILENCE_SECONDS) as response, _reading():
             for event in _events(response):
                 if event.get("error"):
                     raise RequestError(_error_message(event), None, _error_code(event))
                 for choice in event.get("choices") or ():
-                    yield (choice.get("delta") or {}).get("content") or ""
+                    # Text may have lone surrogates, which no terminal can show.
+                    yield ((choice.get("delta") or {}).get("content") or "").encode(errors="replace").decode()
                     reason = choice.get("finish_reason") or reason
         return reason
 
@@ -116,51 +120,57 @@ class RemoteModel:
 
     def _find(self, name: str | None) -> tuple[str, int | None]:
         try:
-            models = self._call("/v1/models").get("data") or []
+            with _reading():
+                models = {each["id"]: each.get("max_model_len") for each in self._call("/v1/models").get("data") or ()}
+                known = ", ".join(models) or "none"
+                for model, context in models.items():
+                    if name in (None, model):
+                        return model, None if context is None else int(context)
         except PenstockError as error:
             raise ConfigError(f"--url {self._base}: {error}") from None
-        for model in models:
-            if name in (None, model["id"]):
-                return model["id"], model.get("max_model_len")
-        known = ", ".join(model["id"] for model in models) or "none"
         raise ConfigError(f"the server at {self._base} has no model {name or ''}; it has: {known}")
 
     def _call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        with self._open(path, body, _LOOKUP_SECONDS) as response:
-            try:
-                return json.load(response)
-            except (ValueError, OSError, http.client.HTTPException) as error:
-                raise PeerError(f"{path} did not answer with JSON: {error}") from None
+        with self._open(path, body, _LOOKUP_SECONDS) as response, _reading():
+            return json.load(response)
 
-    @contextlib.contextmanager
-    def _open(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Iterator[http.client.HTTPResponse]:
+    def _open(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> http.client.HTTPResponse:
         """The response of a request; with a body it is a POST. Raises RequestError and PeerError."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                yield response
+            request = urllib.request.Request(self._base + path, data, self._headers)
+            return urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             with error:
                 raise _request_error(error) from None
         except urllib.error.URLError as error:
             raise PeerError(f"the server cannot be reached: {error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise PeerError(f"the connection failed: {error}") from None
+        except (OSError, OverflowError, ValueError, http.client.HTTPException) as error:
+            raise PeerError(f"the request cannot be sent: {error}") from None
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Raises PeerError if the connection breaks, or the answer has not the form of the OpenAI API."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except _UNREADABLE as error:
+        raise PeerError(f"the server's answer cannot be read: {error!r}") from None
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event. Raises PeerError when the stream ends before its end mark."""
+    """The JSON of each server-sent event. Raises PeerError when the stream ends before its end mark, and ValueError or
+    RecursionError for an event that is not JSON.
+    """
     for line in response:
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
             return
-        try:
-            event = json.loads(data)
-        except ValueError:
-            raise PeerError(f"the server sent an event that is not JSON: {data[:100]!r}") from None
+        event = json.loads(data)
         if isinstance(event, dict):
             yield event
     raise PeerError("the connection ended before the answer did")
@@ -169,12 +179,12 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _request_error(error: urllib.error.HTTPError) -> RequestError:
     if error.code == http.HTTPStatus.UNAUTHORIZED:
         return RequestError("the server refused the API key: pass --api-key KEY, or set PENSTOCK_API_KEY")
-    text = error.read().decode(errors="replace")
-    try:
+    text = ""
+    with contextlib.suppress(*_UNREADABLE):
+        text = error.read(_MAX_ERROR_BYTES).decode(errors="replace")
         body = json.loads(text)
-    except ValueError:
-        return RequestError(f"the server answered with status {error.code}: {text[:_ERROR_CHARACTERS].strip()}")
-    return RequestError(_error_message(body), None, _error_code(body))
+        return RequestError(_error_message(body), None, _error_code(body))
+    return RequestError(f"the server answered with status {error.code}: {text[:_ERROR_CHARACTERS].strip()}")
 
 
 def _error_message(body: Any) -> str:

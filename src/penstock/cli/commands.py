@@ -28,8 +28,9 @@ SUMMARIES = {
     "demo-pd": "prefill and decode in two engines, behind one address",
 }
 _EPILOG = """\
-MODEL is a checkpoint folder or a Hugging Face model id; without it the small
-built-in model runs. `penstock COMMAND --help` shows the flags of a command.
+MODEL is a checkpoint folder, a GGUF file or a Hugging Face model id; without it
+the small built-in model runs. `penstock COMMAND --help` shows the flags of a
+command.
 
 examples:
   penstock serve                         the built-in model on 127.0.0.1:8000

@@ -46,12 +46,11 @@ class Conversation:
                 self._turn(command)
 
     def _run_command(self, command: str) -> None:
-        known = [*self._commands, "/exit"]
-        act = self._commands.get(command)
-        if act is None:
-            print(f"unknown command {command.split()[0]}{nearest(command, known) or '; /help lists the commands'}")
-            return
-        act()
+        if act := self._commands.get(command):
+            act()
+        else:
+            near = nearest(command, [*self._commands, "/exit"])
+            print(f"unknown command {command.split()[0]}{near or '; /help lists the commands'}")
 
     def _clear(self) -> None:
         self._messages = list(self._opening)
@@ -112,8 +111,7 @@ class Conversation:
             announce("[the answer ends here: it has reached --max-tokens or the end of the context]")
 
     def _print_answer(self, answer: list[str]) -> str | None:
-        pieces = self._model.answer(self._messages)
-        with contextlib.closing(pieces):
+        with contextlib.closing(self._model.answer(self._messages)) as pieces:
             while True:
                 try:
                     piece = next(pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 _AMBIGUOUS = tuple("kmgt")
-_SIZE = re.compile(r"([0-9]+|[0-9]+\.[0-9]*|\.[0-9]+)\s*([a-z]*)")
+_SIZE = re.compile(r"([0-9]{1,19}|[0-9]{1,19}\.[0-9]*|\.[0-9]+)\s*([a-z]*)")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -93,10 +94,10 @@ def add_values(group: Any, *flags: tuple[str, Callable[[str], Any], Any, str, st
 
 
 def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    with contextlib.suppress(ValueError):
+        if (value := int(text)).bit_length() < 64:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a whole number of at most 64 bits, got {text!r}")
 
 
 def number(text: str) -> float:

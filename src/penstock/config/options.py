@@ -54,7 +54,7 @@ def read_object(argument: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{argument} is not JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{argument} must be an object, got {value!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def layer_counts(layers: str | None, num_stages: int) -> tuple[int, ...]:
     if layers is None:
         return ()
     parts = [part.strip() for part in layers.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) != num_stages:
+    if not all(re.fullmatch("0*[1-9][0-9]{0,5}", part) for part in parts) or len(parts) != num_stages:
         raise ConfigError(
             f"pipeline_layers must be the number of layers of each of the {num_stages} stages, each at least 1, such "
             f"as {','.join(['4'] * num_stages)}, got {layers!r}"

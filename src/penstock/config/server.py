@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -86,12 +87,9 @@ class ServerArgs:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
+        with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost"
 
     @property
     def loras(self) -> list[tuple[str, str]]:
@@ -100,10 +98,10 @@ class ServerArgs:
 
     def check(self) -> None:
         """Raises ConfigError for invalid arguments, and for those that would allow unauthenticated access."""
-        for name in ("port", "admin_port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise ConfigError(f"{name} must be between 0 and 65535, got {value}")
+        if not all(0 <= port <= 65535 for port in (self.port, self.admin_port or 0)):
+            raise ConfigError(f"port and admin_port must be between 0 and 65535, got {self.port} and {self.admin_port}")
+        if self.is_loopback and self.port and self.port == self.admin_port:
+            raise ConfigError(f"port and admin_port are both {self.port}: choose different ones")
         for name in ("shutdown_timeout", "health_timeout", "restart_on_failure", "max_body_bytes"):
             if not getattr(self, name) >= (1 if name == "max_body_bytes" else 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")

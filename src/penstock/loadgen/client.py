@@ -15,9 +15,9 @@ import aiohttp
 
 from penstock.loadgen.datasets import Sample
 from penstock.loadgen.runner import wait_until
-from penstock.loadgen.stream import Outcome, ResponseStream, error_message, take_vector
+from penstock.loadgen.stream import MALFORMED, Outcome, ResponseStream, error_message, take_vector
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import ConfigError, PeerError, PenstockError
+from penstock.utils.errors import ConfigError, PeerError
 from penstock.utils.machine import allow_open_files
 from penstock.utils.names import one_line
 
@@ -72,11 +72,11 @@ class Server:
                 if self._clock.now() >= deadline:
                     raise ConfigError(f"{error} (is the server up? is its address right?)") from None
                 await wait_until(asyncio.get_running_loop().time() + _RETRY_EVERY)
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        with contextlib.suppress(*MALFORMED, ValueError):
             for model in models:
-                if name in (None, model["id"]):
+                if name in (None, found := model["id"]) and found.isprintable():
                     limit = model.get("max_model_len")
-                    return ServedModel(model["id"], None if limit is None else int(limit))
+                    return ServedModel(found, None if limit is None else int(limit))
         if name is None:
             raise ConfigError(f"{self._base_url}/v1/models lists no model: pass --model")
         return ServedModel(name, None)
@@ -140,8 +140,6 @@ class Server:
         except TimeoutError:
             raise PeerError(f"no complete answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            if isinstance(failure, PenstockError):
-                raise
             raise PeerError(str(failure) or type(failure).__name__) from None
 
     async def _post(self, path: str, body: bytes, take: Callable[[bytes], None]) -> str:

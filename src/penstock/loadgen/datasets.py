@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.loadgen.stream import MALFORMED
 from penstock.loadgen.tokens import Tokenizer
 from penstock.utils.errors import ConfigError
 
@@ -79,7 +80,7 @@ async def sharegpt_samples(
     """
     try:
         exchanges = [pair for entry in json.loads(_read(path)) if (pair := _first_exchange(entry)) is not None]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (*MALFORMED, ValueError) as error:
         raise ConfigError(f"--dataset-path {path} is not a ShareGPT file: {error}") from None
     random.Random(seed).shuffle(exchanges)
 
@@ -116,7 +117,7 @@ def trace_samples(
             row = json.loads(line)
             length, output_len, at = int(row["input_length"]), int(row["output_length"]), float(row["timestamp"])
             names = [f"hash {hash_id}" for hash_id in row.get("hash_ids", ())]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (*MALFORMED, ValueError) as error:
             raise ConfigError(f"--dataset-path {path}, line {number}: not a valid trace request ({error!r})") from None
         num_blocks = -(-length // TRACE_BLOCK)
         names += [f"line {number}, block {index}" for index in range(len(names), num_blocks)]

@@ -7,10 +7,12 @@ import gc
 import itertools
 import math
 import random
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.loadgen.stream import Outcome
+from penstock.utils.errors import ConfigError
 
 Send = Callable[[int], Awaitable[Outcome]]
 """Sends the request of this index and returns its outcome when it has ended; does not raise for failures."""
@@ -30,13 +32,15 @@ def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: in
 
     The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, infinity gives
     equal gaps. They are scaled so that the last request is sent at exactly `num_requests / request_rate`: runs with
-    different seeds offer the same load.
+    different seeds offer the same load. Raises ConfigError if `burstiness` is too small for the numbers of a computer.
     """
     if math.isinf(request_rate):
         return [0.0] * num_requests
     rng = random.Random(seed)
     gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(num_requests)]
     times = list(itertools.accumulate(gaps))
+    if times[-1] < sys.float_info.min:
+        raise ConfigError(f"burstiness={burstiness:g} leaves no time between the requests: raise it")
     scale = num_requests / request_rate / times[-1]
     return [time * scale for time in times]
 

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, json.JSONDecodeError)
+"""The errors of reading JSON that is invalid, or has another form than expected."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -89,7 +92,7 @@ class ResponseStream:
                 self._take_choice(choices[0], now)
             if usage:
                 self._take_usage(usage)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError):
+        except MALFORMED:
             raise ValueError(f"not an event of the OpenAI API: {data[:100]!r}") from None
 
     def _take_choice(self, choice: dict[str, Any], now: float) -> None:
@@ -97,6 +100,8 @@ class ResponseStream:
             self._ended = True
         message = choice.get("delta", choice)
         text = message.get("content") or message.get("reasoning_content") or message.get("text") or ""
+        if not isinstance(text, str):
+            raise TypeError("the text is not a string")
         if not text and message.get("role") and not self._ended:
             # A chat begins with a chunk that has the role and no token. Any other chunk without text is a token without
             # text: a special one, or a piece of a character.
@@ -109,8 +114,8 @@ class ResponseStream:
         self._texts.append(text)
 
     def _take_usage(self, usage: dict[str, Any]) -> None:
-        self._outcome.output_len = int(usage["completion_tokens"])
-        self._outcome.prompt_len = int(usage.get("prompt_tokens", self._outcome.prompt_len))
+        self._outcome.output_len = _count(usage["completion_tokens"])
+        self._outcome.prompt_len = _count(usage.get("prompt_tokens", self._outcome.prompt_len))
         self._outcome.has_usage = True
 
 
@@ -120,9 +125,17 @@ def take_vector(body: bytes, outcome: Outcome) -> None:
         response = json.loads(body)
         if not response["data"][0]["embedding"]:
             raise ValueError("the response has no vector")
-        outcome.prompt_len = int((response.get("usage") or {}).get("prompt_tokens", outcome.prompt_len))
-    except (AttributeError, IndexError, KeyError, TypeError, json.JSONDecodeError):
+        outcome.prompt_len = _count((response.get("usage") or {}).get("prompt_tokens", outcome.prompt_len))
+    except MALFORMED:
         raise ValueError(f"not a response of /v1/embeddings: {body[:100]!r}") from None
+
+
+def _count(value: Any) -> int:
+    """Raises OverflowError for a number of tokens that cannot be one."""
+    count = int(value)
+    if not 0 <= count < 2**63:
+        raise OverflowError(f"{count} tokens")
+    return count
 
 
 def error_message(body: Any) -> str:

@@ -92,7 +92,9 @@ async def serve(
             servers[admin] = _make_server(app.create_admin_app(service), args)
         for bound in servers:
             # From here on clients can connect: they wait in the backlog until the server accepts them.
-            bound.listen(_BACKLOG)
+            with _naming_address(*bound.getsockname()[:2]):
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.listen(_BACKLOG)
         return await _run(service, servers, announce)
     finally:
         await llm.shutdown()
@@ -144,14 +146,26 @@ def _check_certificate(args: ServerArgs) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a bound socket. Raises ConfigError that names the address."""
-    try:
+    with _naming_address(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        try:
+            # Without SO_REUSEADDR no other process can bind the port while this one loads its model.
+            bound.bind(address)
+        except OSError:
+            # It is necessary while connections of an earlier server are still being closed.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
     return bound
+
+
+@contextlib.contextmanager
+def _naming_address(host: str, port: int) -> Generator[None, None, None]:
+    """Turns an error of a socket, or of an invalid host name, into a ConfigError that names the address."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {in_url(host)}:{port}: {error.args[-1]}") from None
 
 
 def _make_server(app: FastAPI, args: ServerArgs) -> _Server:
@@ -222,6 +236,5 @@ async def _first(*waits: Any, timeout: float | None = None) -> None:
     """Returns when one of these is done, or the time has passed."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    for task, wait in zip(tasks, waits, strict=True):
-        if task is not wait:
-            task.cancel()
+    for task in set(tasks).difference(waits):
+        task.cancel()
