@@ -231,7 +231,8 @@ def test_errors_name_the_field_of_this_api(real: ServerProcess, field: str, fiel
 
 def test_fields_of_other_clients_are_accepted(real: ServerProcess) -> None:
     neutral = {"prompt": None, "conversation": None, "top_logprobs": 0, "request_id": None, "mm_processor_kwargs": {}}
-    part = {"type": "input_text", "text": "What is 2+3?", "annotations": []}
+    neutral |= {"prompt_cache_options": {"ttl": "30m"}, "service_tier": "auto"}
+    part = {"type": "input_text", "text": "What is 2+3?", "annotations": [], "prompt_cache_breakpoint": {}}
     given = [{"type": "message", "role": "user", "content": [part], "id": "msg_1", "status": "completed"}]
     status, answer = call(f"{real.url}/v1/responses", {"input": given, "max_output_tokens": 1, **neutral})
     assert status == 200, answer
@@ -262,6 +263,25 @@ def test_a_stored_response_is_visible_only_to_its_key(scripted: ScriptedServer) 
     with pytest.raises(openai.NotFoundError) as caught:
         one.responses.retrieve(response.id)
     assert caught.value.code == "previous_response_not_found"
+
+
+def test_parameters_for_a_stored_response_are_not_ignored(scripted: ScriptedServer) -> None:
+    scripted.answers("Five.")
+    client = keyed(scripted)
+    response = client.responses.create(model="demo", input=SUM)
+    assert client.responses.retrieve(response.id, stream=False) == response
+    with pytest.raises(openai.BadRequestError, match="a stored response is not streamed"):
+        client.responses.retrieve(response.id, stream=True)
+    with pytest.raises(openai.BadRequestError, match="strem is not a field"):
+        client.responses.retrieve(response.id, extra_query={"strem": 1})
+
+
+def test_paths_of_openai_that_are_not_here(scripted: ScriptedServer) -> None:
+    client = keyed(scripted)
+    with pytest.raises(openai.NotFoundError, match="use /v1/responses with the items"):
+        client.responses.compact(model="demo", input=SUM)
+    with pytest.raises(openai.NotFoundError, match="use /tokenize"):
+        client.responses.input_tokens.count(model="demo", input=SUM)
 
 
 def test_a_conversation_is_continued_without_its_instructions(scripted: ScriptedServer) -> None:

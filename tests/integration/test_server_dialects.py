@@ -218,11 +218,12 @@ def test_a_body_without_a_content_type_is_json(server: ServerProcess) -> None:
 
 def test_errors_for_wrong_paths_name_the_right_path(server: ServerProcess) -> None:
     for path, words in (
-        ("/chat/completions", f"base URL to {server.url}/v1"),
+        ("/chat/completions", "but /v1/chat/completions: end the client's base URL in /v1"),
         ("/models", "/v1/models"),
         ("/models/demo", "/v1/models/demo"),
         ("/responses/resp_1", "/v1/responses/resp_1"),
-        ("/v1/v1/chat/completions", "with one /v1"),
+        ("/v1/v1/chat/completions", "but /v1/chat/completions: the client's base URL has a /v1 too many"),
+        ("/v1/v1/v1/health", "use /health"),
         ("/api/chat", "use /v1/chat/completions"),
         ("/generate", "use /v1/completions"),
         ("/nothing", "/docs lists all paths"),
@@ -230,8 +231,21 @@ def test_errors_for_wrong_paths_name_the_right_path(server: ServerProcess) -> No
         _, message = refused(call(server.url, "POST", path, {}), 404)
         assert words in message, message
         assert path in message
-    assert "use POST" in refused(call(server.url, "GET", CHAT), 405)[1]
+        # Behind a router, clients must not be sent to an instance.
+        assert "127.0.0.1" not in message
     assert len(refused(call(server.url, "GET", "/" + "x" * 5000), 404)[1]) < 500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", CHAT, "POST"), ("POST", "/v1/models", "GET"), ("PUT", "/v1/responses/resp_1", "DELETE or GET")],
+)
+def test_an_error_for_a_wrong_method_names_the_right_ones(
+    server: ServerProcess, method: str, path: str, allowed: str
+) -> None:
+    answer = call(server.url, method, path, b"{}")
+    assert refused(answer, 405)[1] == f"{method} is not allowed on {path}: use {allowed}"
+    assert answer.headers["allow"] == allowed.replace(" or ", ", ")
 
 
 def test_lists_that_are_too_long(server: ServerProcess) -> None:

@@ -55,7 +55,9 @@ def test_an_example_is_answered(server: ServerProcess, path: str, body: dict[str
         assert answer.endswith("data: [DONE]\n\n")
     elif body.get("stream"):
         assert "event: response.completed" in answer
-        assert '{\\"name\\": \\"' in answer
+        status, whole = call(server.url + path, {**body, "stream": False})
+        assert (status, whole["output"][0]["content"][0]["text"]) == (200, '{"name": "Tom", "age": 12}')
+        assert '{\\"name\\": \\"Tom\\", \\"age\\": 12}' in answer
 
 
 def called(server: ServerProcess, body: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -16,6 +16,8 @@ from penstock.server import limits
 from penstock.server.anthropic.protocol import Message, MessagesRequest, TextBlock, Tool
 from penstock.server.openai import dialects, prompts
 from penstock.server.openai.dialects import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
     EARLIER_ANSWER_FIELDS,
     MESSAGE_FIELDS,
     MESSAGES_FIELDS,
@@ -42,6 +44,8 @@ from penstock.utils.errors import RequestError
 DOCUMENT = Path(__file__).parents[2] / "docs" / "SERVING.md"
 TABLES: dict[str, tuple[DialectField, ...]] = {
     "of a request": REQUEST_FIELDS,
+    "of `/v1/completions`": COMPLETION_FIELDS,
+    "of `/v1/chat/completions`": CHAT_FIELDS,
     "of a message": MESSAGE_FIELDS,
     "of a content part": PART_FIELDS,
     "of `structured_outputs`": STRUCTURED_OUTPUTS_FIELDS,
@@ -53,6 +57,8 @@ TABLES: dict[str, tuple[DialectField, ...]] = {
 }
 OWNERS = {
     "of a request": (ChatCompletionRequest, CompletionRequest),
+    "of `/v1/completions`": (CompletionRequest,),
+    "of `/v1/chat/completions`": (ChatCompletionRequest,),
     "of a message": (ChatMessage,),
     "of a content part": (ContentPart,),
     "of `structured_outputs`": (StructuredOutputs,),
@@ -120,7 +126,7 @@ def test_exactly_the_implemented_fields_are_declared(place: str, row: DialectFie
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
 def test_every_row_has_its_stated_effect(kind: type[Any]) -> None:
-    for row in REQUEST_FIELDS:
+    for row in kind.dialect:
         if row.effect is Effect.DONE:
             continue
         for value in (None, *row.neutral):
@@ -224,7 +230,7 @@ def test_every_route_has_a_table_and_can_ignore_unknown_fields(kind: type[Any], 
             raise next(each["ctx"]["error"] for each in error.errors() if "ctx" in each) from None
 
     for row in kind.dialect:
-        parse_fields(**{row.name: None})
+        parse_fields(**{row.name: {"any": ["thing"]} if row.effect is Effect.INERT else None})
         if row.effect is Effect.REFUSED:
             with pytest.raises(RequestError, match=rf"^{row.name} ") as caught:
                 parse_fields(**{row.name: example(row)})
@@ -255,6 +261,28 @@ def test_fields_of_another_route_are_refused() -> None:
     parse(CompletionRequest, {"functions": None, "include_reasoning": True})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        (CompletionRequest, "messages", "use `/v1/chat/completions`"),
+        (ChatCompletionRequest, "prompt", "use `/v1/completions`"),
+        (ChatCompletionRequest, "input", "use `/v1/responses`"),
+        (ChatCompletionRequest, "max_output_tokens", "use `max_tokens`"),
+        # The nearest names are of refused fields, of fields without effect, or not near enough.
+        (ChatCompletionRequest, "moderation", None),
+        (ChatCompletionRequest, "imagess", None),
+        (ChatCompletionRequest, "metdata", None),
+        (ResponsesRequest, "moderation", None),
+        (ResponsesRequest, "service_teir", None),
+    ],
+)
+def test_only_fields_with_an_effect_are_suggested(kind: type[BaseModel], name: str, hint: str | None) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({**REQUESTS[kind], name: "x"})
+    message = str(caught.value.errors()[0].get("ctx", {})["error"])
+    assert message == f"{name} is not a field of this request" + ("" if hint is None else f": {hint}")
+
+
 def test_unknown_fields_are_refused_unless_the_server_ignores_them() -> None:
     with pytest.raises(RequestError, match=r"max_tokes is not a field of this request; did you mean max_tokens\?"):
         parse(CompletionRequest, {"max_tokes": 3})
@@ -277,7 +305,7 @@ def test_only_text_parts_of_a_message_are_accepted() -> None:
             parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": list(parts)}]}).messages[0].content
         )
 
-    cached = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    cached = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}}
     assert [part.text for part in content(cached, "b", {"type": "input_text", "text": "c"}, {"text": "d"})] == [*"abcd"]
     for kind in ("image_url", "input_image", "input_audio", "video_url", "file"):
         with pytest.raises(RequestError, match=f"takes text only, and this part is of type '{kind}'"):

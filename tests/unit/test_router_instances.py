@@ -147,8 +147,13 @@ def test_administration_refuses_invalid_requests() -> None:
             assert "role must be" in (await client.admin("/instances", url=stub.url, role="x"))["error"]["message"]
             message = (await client.admin("/instances", url=stub.url, role="decode"))["error"]["message"]
             assert "is there as a serve instance" in message
-            assert "there is no instance" in (await client.admin("/drain", url="http://x"))["error"]["message"]
-            assert "send JSON" in (await client.admin("/drain", url=3))["error"]["message"]
+            for path, message in (("/drain", "there is no instance 'http://x'"), ("/nothing", "there is no POST")):
+                error = (await client.admin(path, url="http://x"))["error"]
+                assert error["type"] == "not_found_error"
+                assert error["message"].startswith(message)
+            for fields, message in (({"url": 3}, "send JSON such as"), ({}, "url is missing"), ({"url": ""}, "url is")):
+                for path in ("/drain", "/instances"):
+                    assert (await client.admin(path, **fields))["error"]["message"].startswith(message)
             async with client.session.get(client.router.admin_url) as response:
                 assert "Penstock router" in await response.text()
 

@@ -74,8 +74,7 @@ class Admin:
         if role not in tuple(Role):
             raise _RefusedError(400, f"role must be one of {', '.join(Role)}")
         try:
-            options = {name: fields.get(name, "") for name in OPTIONS}
-            instance = make_instance(fields.get("url", ""), Role(role), **options)
+            instance = make_instance(fields["url"], Role(role), **{name: fields.get(name, "") for name in OPTIONS})
         except ConfigError as error:
             raise _RefusedError(400, str(error)) from None
         known = self._dispatcher.pool.get(instance.url)
@@ -98,7 +97,7 @@ class Admin:
 
     def _known(self, fields: dict[str, Any]) -> str:
         """Returns the URL of the named instance."""
-        url = str(fields.get("url", "")).rstrip("/")
+        url = fields["url"].rstrip("/")
         if url not in self._dispatcher.pool:
             raise _RefusedError(404, f"there is no instance {url!r}")
         return url
@@ -143,4 +142,6 @@ def _fields(body: bytes) -> dict[str, Any]:
     fields = parse_object(body)
     if fields is None or not all(isinstance(fields.get(each, ""), str) for each in ("url", *OPTIONS)):
         raise _RefusedError(400, 'send JSON such as {"url": "http://HOST:PORT"}')
+    if not fields.get("url"):
+        raise _RefusedError(400, 'url is missing: send JSON such as {"url": "http://HOST:PORT"}')
     return fields

@@ -42,7 +42,8 @@ _CONNECTION_HEADERS = frozenset(
 )  # fmt: skip
 # A body that is forwarded unchanged keeps its length.
 _NOT_FOR_CLIENTS = _CONNECTION_HEADERS - {"content-length"}
-_KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_unavailable_error"}
+# For other statuses see `error_body`.
+_KINDS = {403: "permission_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -291,6 +292,5 @@ def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
 
 def error_body(status: int, message: str) -> bytes:
     """Returns `{"error": {...}}` in the format of the OpenAI API."""
-    return json.dumps(
-        {"error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": None, "code": None}}
-    ).encode()
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()

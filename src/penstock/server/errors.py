@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import http
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +19,9 @@ from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockErro
 logger = logging.get_logger(__name__)
 
 _RETRY_AFTER_SECONDS = "1"
+_UNREADABLE = "the body is unreadable: send JSON in UTF-8, not deeply nested, with numbers of up to 4300 digits"
 _MAX_SHOWN_PATH = 200
+_METHODS = ("DELETE", "GET", "HEAD", "POST")
 # For other statuses see `error_body`.
 _KINDS = {
     401: "authentication_error",
@@ -29,8 +31,7 @@ _KINDS = {
     503: "service_unavailable_error",
 }
 
-
-# Paths of other servers, and the equivalent path here.
+# Paths of other servers, and what to use here.
 _ELSEWHERE = {
     "/api/chat": "/v1/chat/completions",
     "/api/embed": "/v1/embeddings",
@@ -49,6 +50,8 @@ _ELSEWHERE = {
     "/v1/detokenize": "/detokenize",
     "/v1/health": "/health",
     "/v1/metrics": "/metrics",
+    "/v1/responses/compact": "/v1/responses with the items that the model is to see",
+    "/v1/responses/input_tokens": "/tokenize, which counts the tokens of messages",
 }
 
 
@@ -104,22 +107,23 @@ def status_of(error: PenstockError) -> int:
 
 def no_such_path(request: Request) -> str:
     """Returns the message of a 404, with the path that the client probably meant, if it can be determined."""
-    path, base = request.url.path, str(request.base_url).rstrip("/")
+    path = request.url.path
     shown = path if len(path) <= _MAX_SHOWN_PATH else f"{path[:_MAX_SHOWN_PATH]}..."
-    if _is_known(request, f"/v1{path}"):
-        return f"there is no {shown} here, but /v1{path}: set the client's base URL to {base}/v1"
-    while path.startswith("/v1/v1/"):
-        path = path.removeprefix("/v1")
-        if _is_known(request, path):
-            return f"there is no {shown} here, but {path}: set the client's base URL to {base}/v1, with one /v1"
-    if path in _ELSEWHERE:
-        return f"there is no {shown} here: use {_ELSEWHERE[path]}"
-    return f"there is no {shown} here; {base}/docs lists all paths"
+    if _methods(request, f"/v1{path}"):
+        return f"there is no {shown} here, but /v1{path}: end the client's base URL in /v1"
+    single = re.sub("^(/v1)+/", "/v1/", path)
+    if single != path and _methods(request, single):
+        return f"there is no {shown} here, but {single}: the client's base URL has a /v1 too many"
+    if single in _ELSEWHERE:
+        return f"there is no {shown} here: use {_ELSEWHERE[single]}"
+    return f"there is no {shown} here; /docs lists all paths"
 
 
-def _is_known(request: Request, path: str) -> bool:
-    """Whether this server has the path, for any method."""
-    return any(route.matches({**request.scope, "path": path})[0] is not Match.NONE for route in request.app.routes)
+def _methods(request: Request, path: str) -> list[str]:
+    """Returns the methods that this server has for the path."""
+    scopes = [{**request.scope, "path": path, "method": method} for method in _METHODS]
+    routes = request.app.routes
+    return [each["method"] for each in scopes if any(route.matches(each)[0] is Match.FULL for route in routes)]
 
 
 def penstock_error_body(error: PenstockError) -> dict[str, Any]:
@@ -150,14 +154,15 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = error.detail if isinstance(error.detail, str) else http.HTTPStatus(error.status_code).phrase
-        if error.status_code == 404:
-            message = no_such_path(request)
-        elif error.status_code == 400:
-            message = "the body is unreadable: send JSON in UTF-8, not deeply nested, with numbers of up to 4300 digits"
-        elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
-            message = f"{request.method} is not allowed on {request.url.path}: use {allowed}"
+        path = request.url.path
+        if error.status_code == 404 or path in _ELSEWHERE:
+            return error_response(404, no_such_path(request))
+        if error.status_code == 405:
+            # The error names the methods of one route only.
+            allowed = _methods(request, path)
+            message = f"{request.method} is not allowed on {path}: use {' or '.join(allowed)}"
+            return error_response(405, message, headers={"Allow": ", ".join(allowed)})
+        message = _UNREADABLE if error.status_code == 400 else error.detail
         return error_response(error.status_code, message, headers=error.headers)
 
     @app.exception_handler(Exception)

@@ -9,7 +9,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean ...?`, or an empty string if no known name is similar."""
     import difflib  # imported here because only errors need it
 
-    found = difflib.get_close_matches(name, list(known), n=1)
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {found[0]}?" if found else ""
 
 

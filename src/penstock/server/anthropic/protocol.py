@@ -11,39 +11,35 @@ from pydantic_core import PydanticCustomError
 
 from penstock.messages.sampling_params import MAX_COUNT, MAX_STOP_STRINGS
 from penstock.server import limits
-from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, EARLIER_ANSWER_FIELDS, MESSAGES_FIELDS, TOOL_FIELDS
-from penstock.server.openai.protocol import Name, PassedOnFields, RequestBody, StopText, within
+from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, MESSAGES_FIELDS, TOOL_FIELDS
+from penstock.server.openai.protocol import AnswerPart, Name, PassedOnFields, RequestBody, StopText, within
 
 
-class _Item(RequestBody):
-    dialect = EARLIER_ANSWER_FIELDS
-
-
-class TextBlock(_Item):
+class TextBlock(AnswerPart):
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(_Item):
+class ToolUseBlock(AnswerPart):
     type: Literal["tool_use"]
     id: Name
     name: Name
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Item):
+class ToolResultBlock(AnswerPart):
     type: Literal["tool_result"]
     tool_use_id: Name
     content: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS)] = ""
     is_error: bool | None = None
 
 
-class ThinkingBlock(_Item):
+class ThinkingBlock(AnswerPart):
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(_Item):
+class RedactedThinkingBlock(AnswerPart):
     type: Literal["redacted_thinking"]
 
 
@@ -66,7 +62,7 @@ Block = Annotated[
 ]
 
 
-class Message(_Item):
+class Message(AnswerPart):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=limits.MAX_CONTENT_PARTS)]
 
@@ -133,10 +129,6 @@ class CountTokensRequest(RequestBody):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Accepted without effect.
-    cache_control: Any = None
-    speed: Any = None
-
 
 class MessagesRequest(CountTokensRequest, PassedOnFields):
     max_tokens: Annotated[int, within("max_tokens")]
@@ -145,8 +137,3 @@ class MessagesRequest(CountTokensRequest, PassedOnFields):
     temperature: Annotated[float, within("temperature")] | None = None
     top_p: Annotated[float, within("top_p")] | None = None
     top_k: Annotated[int, within("top_k")] | None = None
-
-    # Accepted without effect.
-    metadata: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None

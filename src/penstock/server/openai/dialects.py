@@ -82,8 +82,8 @@ REQUEST_FIELDS: tuple[DialectField, ...] = (
     DialectField("separate_reasoning", Effect.DONE, "false: the reasoning, with its tags, is content", (True,)),
     *inert(
         "concerns OpenAI's own service",
-        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "verbosity", "prediction",
+        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "verbosity", "prediction",
     ),
     *inert("reasoning is streamed as it is generated", "stream_reasoning"),
     *inert("prefixes are always cached; `cache_salt` separates them", "cache_prompt", "id_slot", "n_keep"),
@@ -160,7 +160,12 @@ REQUEST_FIELDS: tuple[DialectField, ...] = (
     refused("bootstrap_host", "is not supported: use `kv_transfer_params`"),
     refused("bootstrap_port", "is not supported: use `kv_transfer_params`"),
     refused("bootstrap_room", "is not supported: use `kv_transfer_params`"),
+    refused("input", "is not a field of this request: use `/v1/responses`"),
+    refused("max_output_tokens", "is not a field of this request: use `max_tokens`"),
 )  # fmt: skip
+
+COMPLETION_FIELDS = (refused("messages", "is not a field of this request: use `/v1/chat/completions`"),)
+CHAT_FIELDS = (refused("prompt", "is not a field of this request: use `/v1/completions`"),)
 
 MESSAGE_FIELDS: tuple[DialectField, ...] = (
     *inert("prefixes are always cached", "cache_control"),
@@ -176,7 +181,7 @@ MESSAGE_FIELDS: tuple[DialectField, ...] = (
 )  # fmt: skip
 
 PART_FIELDS: tuple[DialectField, ...] = (
-    *inert("prefixes are always cached", "cache_control"),
+    *inert("prefixes are always cached", "cache_control", "prompt_cache_breakpoint"),
     *inert("says how an earlier answer came about", "annotations", "citations", "logprobs", "id"),
 )
 
@@ -186,9 +191,15 @@ TOKENIZE_FIELDS: tuple[DialectField, ...] = (
 )
 
 RESPONSES_FIELDS: tuple[DialectField, ...] = (
+    *inert(
+        "concerns OpenAI's own service",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+        "stream_options",
+    ),
     *inert("concerns images and sound", "media_io_kwargs", "mm_processor_kwargs"),
     refused("prompt", "names a template stored by OpenAI: use `instructions` and `input`"),
     refused("conversation", "is not supported: use `previous_response_id`"),
+    refused("context_management", "is not supported: send the items that the model is to see", []),
     refused("top_logprobs", "is not supported here: use `/v1/chat/completions`", 0),
     refused("stop", "is not supported here: use `/v1/chat/completions`", []),
     refused("messages", "is not a field of this request: use `input`"),
@@ -197,10 +208,12 @@ RESPONSES_FIELDS: tuple[DialectField, ...] = (
     refused("response_format", "is not a field of this request: use `text` with `format`"),
     refused("reasoning_effort", "is not a field of this request: use `reasoning` with `effort`"),
     refused("request_id", "is not a field of this request: use the header `X-Request-Id`"),
-)
+)  # fmt: skip
 
 MESSAGES_FIELDS: tuple[DialectField, ...] = (
-    *inert("concerns Anthropic's own service", "betas"),
+    *inert("concerns Anthropic's own service", "betas", "diagnostics", "inference_geo", "metadata", "service_tier"),
+    *inert("does not change the answer", "speed"),
+    *inert("prefixes are always cached", "cache_control"),
     refused("container", "is for running code, which is not supported"),
     refused("mcp_servers", "is not supported: offer their tools as `tools`", []),
     refused("context_management", "is not supported: send the turns that the model is to see", {}),
@@ -217,7 +230,7 @@ TOOL_FIELDS: tuple[DialectField, ...] = (
 )
 
 EARLIER_ANSWER_FIELDS: tuple[DialectField, ...] = (
-    *inert("prefixes are always cached", "cache_control"),
+    *inert("prefixes are always cached", "cache_control", "prompt_cache_breakpoint"),
     *inert(
         "says how an earlier answer came about",
         "annotations", "caller", "citations", "container", "data", "encrypted_content", "id", "logprobs", "model",
@@ -252,7 +265,7 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
         elif row is None:
             if not is_ignored(name):
                 shown = str(name)[: limits.MAX_NAME_CHARACTERS]
-                raise RequestError(f"{shown} is not a field of this request{nearest(shown, [*declared, *rows])}", shown)
+                raise RequestError(f"{shown} is not a field of this request{nearest(shown, declared)}", shown)
         elif row.effect is not Effect.INERT and value is not None and value not in row.neutral:
             # A supported field that this request does not have belongs to another route.
             why = row.note if row.effect is Effect.REFUSED else "is not supported by this route"

@@ -14,6 +14,9 @@ from typing_extensions import TypedDict
 from penstock.messages.sampling_params import BOUNDS, MAX_COUNT, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 from penstock.server import limits
 from penstock.server.openai.dialects import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    EARLIER_ANSWER_FIELDS,
     MESSAGE_FIELDS,
     PART_FIELDS,
     REQUEST_FIELDS,
@@ -112,8 +115,6 @@ class EngineRequestBody(RequestBody):
 class GenerationRequest(EngineRequestBody):
     """Fields of both completions and chat completions."""
 
-    dialect = REQUEST_FIELDS
-
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -183,7 +184,15 @@ class PassedOnFields(RequestBody):
     output_token_ids: Any = None
 
 
+class AnswerPart(RequestBody):
+    """A message, item or block of the Responses or the Messages API, which may come from an earlier answer."""
+
+    dialect = EARLIER_ANSWER_FIELDS
+
+
 class CompletionRequest(GenerationRequest):
+    dialect = (*REQUEST_FIELDS, *COMPLETION_FIELDS)
+
     prompt: (
         str
         | TokenIds
@@ -296,6 +305,8 @@ class TemplateOptions(RequestBody):
 
 
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):
+    dialect = (*REQUEST_FIELDS, *CHAT_FIELDS)
+
     messages: Messages
     max_tokens: Annotated[int, within("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, within("max_tokens")] | None = None

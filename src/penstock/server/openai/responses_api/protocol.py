@@ -11,28 +11,33 @@ from pydantic_core import PydanticCustomError
 
 from penstock.messages.sampling_params import MAX_COUNT
 from penstock.server import limits
-from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, EARLIER_ANSWER_FIELDS, RESPONSES_FIELDS
-from penstock.server.openai.protocol import FunctionDefinition, Name, PassedOnFields, RequestBody, within
+from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, RESPONSES_FIELDS
+from penstock.server.openai.protocol import (
+    AnswerPart,
+    FunctionDefinition,
+    JsonObjectFormat,
+    Name,
+    PassedOnFields,
+    RequestBody,
+    TextFormat,
+    within,
+)
 
 MetadataText = Annotated[str, StringConstraints(max_length=limits.MAX_METADATA_CHARACTERS)]
 LongText = Annotated[str, StringConstraints(max_length=limits.MAX_TOOL_SCHEMA_BYTES)]
 
 
-class _Item(RequestBody):
-    dialect = EARLIER_ANSWER_FIELDS
-
-
-class TextPart(_Item):
+class TextPart(AnswerPart):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(_Item):
+class RefusalPart(AnswerPart):
     type: Literal["refusal"]
     refusal: str
 
 
-class SummaryPart(_Item):
+class SummaryPart(AnswerPart):
     type: Literal["summary_text", "reasoning_text"]
     text: str
 
@@ -42,26 +47,26 @@ ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Content = str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
 
 
-class InputMessage(_Item):
+class InputMessage(AnswerPart):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class FunctionCallItem(_Item):
+class FunctionCallItem(AnswerPart):
     type: Literal["function_call"]
     call_id: Name
     name: Name
     arguments: str
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(AnswerPart):
     type: Literal["function_call_output"]
     call_id: Name
     output: Content
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(AnswerPart):
     type: Literal["reasoning"]
     summary: Summary = Field(default_factory=list[SummaryPart])
     content: Summary | None = None
@@ -95,14 +100,6 @@ class FunctionTool(FunctionDefinition):
         if isinstance(tool, dict) and tool.get("type") != "function":
             raise PydanticCustomError("tool_type", "only tools of type function are supported")
         return tool
-
-
-class TextFormat(RequestBody):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(RequestBody):
-    type: Literal["json_object"]
 
 
 class JsonSchemaFormat(RequestBody):
@@ -161,10 +158,4 @@ class ResponsesRequest(PassedOnFields):
     # Accepted without effect.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    stream_options: Any = None
     user: Name | None = None

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from penstock.server.errors import JSONResponse, NotFoundError
 from penstock.server.openai import generation
 from penstock.server.openai.conversation import start_chat
+from penstock.server.openai.dialects import refused, translate
 from penstock.server.openai.protocol import COMPLETION_RESPONSES, ERRORS
 from penstock.server.openai.reported_streams import reported_stream
 from penstock.server.openai.responses_api.answer import Keeper, ResponseAnswer
@@ -22,6 +23,7 @@ from penstock.server.service import service_of
 from penstock.utils.stream_reports import StreamName
 
 router = APIRouter()
+_QUERY_FIELDS = (refused("stream", "is not supported here: a stored response is not streamed", "false"),)
 
 
 @router.post("/v1/responses", responses=COMPLETION_RESPONSES)
@@ -46,6 +48,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 @router.get("/v1/responses/{response_id}", responses=ERRORS)
 async def retrieve_response(response_id: str, request: Request) -> Response:
     """Returns a stored response."""
+    translate(request.query_params, _QUERY_FIELDS, known=())
     return JSONResponse(_stored(request, response_id).body)
 
 
