@@ -19,7 +19,7 @@ from penstock.frontend.pooling import PoolingProcessor
 from penstock.frontend.scoring import plan_scores
 from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.requests import EngineRequest
-from penstock.tokenizer.tokenizer import Tokenizer, Truncation
+from penstock.tokenizer.tokenizer import LARGE_CHARACTERS, Tokenizer, Truncation
 from penstock.utils.errors import RequestError
 from tests.integration.checkpoints import save_tokenizer
 from tests.integration.test_encoders import WORDS, save_unigrams, save_word_pieces
@@ -73,6 +73,13 @@ def test_a_query_is_encoded_once_for_all_documents(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("template", [None, "the {query} a {document}"])
+def test_a_pair_keeps_its_cache_salt(template: str | None, tmp_path: Path) -> None:
+    prompt = {"prompt": "a", "second_text": "the", "cache_salt": "mine"}
+    made = Front(tmp_path, template).processor.process_pooling("r", prompt, PoolingParams())
+    assert made.children[0].cache_salt == "mine"
+
+
 def test_a_query_that_is_too_long_is_refused_before_the_second_document(tmp_path: Path) -> None:
     front = Front(tmp_path)
     with pytest.raises(RequestError, match=f"the prompt has 25 tokens; max_model_len={MAX_MODEL_LEN}") as caught:
@@ -89,6 +96,17 @@ def test_a_template_is_the_whole_prompt(tmp_path: Path) -> None:
     ]
     with pytest.raises(RequestError, match="would cut off the end of the engine's score_template"):
         front.requests("pipe", ["the"], truncate_prompt_tokens=5)
+
+
+def test_a_query_without_end_is_named(tmp_path: Path) -> None:
+    """Before it is tokenized."""
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path, 1000, 64, pools=True)
+    long = "a" * LARGE_CHARACTERS
+    for texts, field in (((long, "a"), "queries"), (("a", long), "prompt")):
+        with pytest.raises(RequestError, match="which are at least") as caught:
+            tokenizer.encode_pair(*texts)
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("pair", [{"second_text": 1}, {"second_text": ""}, {"prompt": "", "second_text": "a"}])
