@@ -234,8 +234,10 @@ def test_an_aborted_request_counts_until_the_core_has_done_so() -> None:
         pair.cores[0].emit(tokens(wanted, 5))
         await asyncio.wait((waiting,), timeout=0.01)
         assert not waiting.done(), "its tokens may still be on their way"
+        pair.replicas[0].submit(request(), 0.0, None).close()
+        assert pair.replicas[0].seconds_without_progress > 60, "another request is no progress"
         pair.cores[0].confirm()
-        await waiting
+        await asyncio.wait_for(waiting, 5)
         assert pair.replicas[0].load == 0
         assert pair.replicas[0].seconds_without_progress == 0
         again = pair.replicas[0].submit(wanted, 0.0, None)

@@ -110,6 +110,16 @@ def test_other_tasks_have_their_turn_between_prompts(encode: Any) -> None:
     asyncio.run(main())
 
 
+def test_two_long_texts_are_tokenized_on_a_thread() -> None:
+    threads: list[threading.Thread] = []
+    engine, _ = pooling_engine(lambda *_: threads.append(threading.current_thread()))
+    pairs = [
+        ({"prompt": "a" * first, "second_text": "b" * second}, PoolingParams()) for first, second in ((9, 9), (9, 5000))
+    ]
+    asyncio.run(AsyncLLM.encode_all(engine, pairs))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
 @pytest.mark.parametrize("room", [1, 3, COUNT])
 def test_prompts_for_which_there_is_no_room_wait_for_those_before_them(room: int) -> None:
     engine, running = pooling_engine(lambda *_: [1], room)
