@@ -32,6 +32,7 @@ from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.utils import machine
+from penstock.utils.clock import SystemClock
 
 
 @dataclass(eq=False)
@@ -234,7 +235,7 @@ def test_an_aborted_request_counts_until_the_core_has_done_so() -> None:
         pair.cores[0].emit(tokens(wanted, 5))
         await asyncio.wait((waiting,), timeout=0.01)
         assert not waiting.done(), "its tokens may still be on their way"
-        pair.replicas[0].submit(request(), 0.0, None).close()
+        pair.replicas[0].submit(request(), SystemClock().now(), None).close()
         assert pair.replicas[0].seconds_without_progress > 60, "another request is no progress"
         pair.cores[0].confirm()
         await asyncio.wait_for(waiting, 5)
