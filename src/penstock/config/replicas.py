@@ -41,7 +41,7 @@ def core_plans(config: EngineConfig, visible_gpus: str | None, nodes: Sequence[S
     """
     size, events = config.parallel.dp, config.kv_events
     ports = [_TCP_PORT.fullmatch(each or "") for each in (events.endpoint, events.replay_endpoint)]
-    numbers = [int(port[2]) for port in ports if port is not None and port[2] != "0"]
+    numbers = [int(port[2]) for port in ports if port is not None]
     if size > max(numbers, default=0) - min(numbers, default=0) > 0:
         raise ConfigError(
             f"the ports of endpoint and replay_endpoint in kv_events_config must be at least data_parallel_size={size} "
