@@ -237,6 +237,12 @@ BAD_PROMPTS = [
 ]
 
 
+@pytest.mark.parametrize("prompt", [5, None, b"bytes"])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt must be text, token ids or a dictionary, got"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
 @pytest.mark.parametrize(("prompt", "named"), BAD_PROMPTS)
 def test_bad_prompts_are_refused_and_the_engine_continues(llm: LLM, prompt: Any, named: str) -> None:
     with pytest.raises(RequestError, match=named):

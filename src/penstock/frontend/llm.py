@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -335,6 +335,6 @@ def _aligned(prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None)
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
