@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": 372,
     "audit": 947,
     "cli": 1656,
-    "config": 3918,
+    "config": 3915,
     "core": 1996,
     "engine": 993,
     "executor": 583,

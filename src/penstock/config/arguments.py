@@ -8,10 +8,6 @@ from typing import Any
 
 from penstock.utils.errors import ConfigError
 
-_INT64 = (-(2**63), 2**63 - 1)
-# Larger numbers would fail after the model has been loaded, or would start processes and threads without end.
-_MOST = {"data_parallel_size": 1024, "pipeline_parallel_size": 1024, "max_num_seqs": 1 << 16, "num_threads": 4096}
-
 
 def argument(
     group: str,
@@ -33,9 +29,7 @@ def argument(
 
 
 def check_types(args: Any) -> None:
-    """Raises ConfigError if a field of a dataclass has another type than its annotation, or an integer out of bounds:
-    those of the field, else 64 bits, which is what messages can hold.
-    """
+    """Raises ConfigError if a field of a dataclass has another type than its annotation."""
     for name, hint in typing.get_type_hints(args.__class__).items():
         kinds: tuple[Any, ...] = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
         value = getattr(args, name)
@@ -43,6 +37,3 @@ def check_types(args: Any) -> None:
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name} must be {wanted}, got {value!r}")
-        low, high = (1, _MOST[name]) if name in _MOST else _INT64
-        if isinstance(value, int) and not low <= value <= high:
-            raise ConfigError(f"{name} must be between {low} and {high}, got {value}")

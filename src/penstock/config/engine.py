@@ -466,10 +466,14 @@ def _check(args: EngineArgs) -> None:
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
     }
-    for name, low in at_least.items():
-        value = getattr(args, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name} must be at least {low}, got {value}")
+    # More would start processes or threads without end, or fail after the model has been loaded.
+    at_most = {"max_num_seqs": 65536, "num_threads": 4096, "pipeline_parallel_size": 1024, "data_parallel_size": 1024}
+    for name in (each.name for each in fields(args)):
+        # Messages hold integers of 64 bits.
+        value, low, high = getattr(args, name), at_least.get(name, -1 << 63), at_most.get(name, (1 << 63) - 1)
+        if isinstance(value, int) and not low <= value <= high:
+            bound = f"between {low} and {high}" if value > high or name not in at_least else f"at least {low}"
+            raise ConfigError(f"{name} must be {bound}, got {value}")
     if args.block_size != round_up(args.block_size, 8):
         raise ConfigError(f"block_size must be a multiple of 8, got {args.block_size}")
     if not 0.0 < args.gpu_memory_utilization <= 1.0:

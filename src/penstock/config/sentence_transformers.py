@@ -46,7 +46,7 @@ def read_modules(path: Path) -> Modules | None:
     file = path / "modules.json"
     if not file.is_file():
         method = (read_json(path / "config.json") or {}).get("gguf_pooling")
-        return None if method is None else Modules(method, normalize=True)
+        return Modules(method, normalize=True) if method in METHODS else None
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -138,7 +138,7 @@ class AsyncLLM:
 
     @property
     def _living(self) -> Sequence[Replica]:
-        """Those that are not dead for good; all if none lives."""
+        """The replicas that are not permanently dead; all replicas if each of them is."""
         return [replica for replica in self.replicas if replica.death is None] or self.replicas
 
     @property

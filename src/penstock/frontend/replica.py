@@ -101,7 +101,7 @@ class Replica:
         self._streams: dict[str, RequestStream] = {}
         # Running engine request -> its stream.
         self._owners: dict[str, RequestStream] = {}
-        # Ended engine request that the core may still have -> its load, which counts until then.
+        # Engine request that has ended here and may still be in the core -> its load, which counts until it is gone.
         self._ended: dict[str, int] = {}
         self._load = 0
         self._held = HeldBlocks()
@@ -171,7 +171,7 @@ class Replica:
         return is_taken or request.request_id in self._streams
 
     async def until_gone(self, request: ProcessedRequest) -> None:
-        """Waits until nothing more can come of an earlier request with this id, which is being aborted."""
+        """Waits until the core has aborted an earlier request with this id."""
         while any(child.request_id in self._ended for child in request.children):
             await self._has_less.wait()
 
@@ -242,7 +242,7 @@ class Replica:
 
     def _on_gone(self, child_ids: Iterable[str]) -> None:
         self._load -= sum(self._ended.pop(child_id, 0) for child_id in child_ids)
-        self._has_less.set()  # wakes those that wait now
+        self._has_less.set()  # wakes all current waiters
         self._has_less.clear()
 
     def _on_message(self, message: StepReport | Refused | EngineDeadError | Ready) -> None:

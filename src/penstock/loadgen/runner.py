@@ -32,7 +32,7 @@ def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: in
 
     The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, infinity gives
     equal gaps. They are scaled so that the last request is sent at exactly `num_requests / request_rate`: runs with
-    different seeds offer the same load. Raises ConfigError if `burstiness` is too small for the numbers of a computer.
+    different seeds offer the same load. Raises ConfigError if `burstiness` is so small that all gaps underflow to 0.
     """
     if math.isinf(request_rate):
         return [0.0] * num_requests

@@ -121,8 +121,8 @@ class RequestEvent:
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one call of `EngineCore.step`: outputs and events of requests. `num_tokens` is how many tokens the
     processed step computed, 0 if there was nothing to process. `kv_events` are the KV events since the last report, if
-    the engine reports them. `dp_rank` is the engine's among those of its core. `aborted` are requests of which no later
-    report has anything.
+    the engine reports them. `dp_rank` is the engine's among those of its core. `aborted` are requests that the core has
+    just aborted: no later report mentions them.
     """
 
     outputs: tuple[EngineOutput, ...]

@@ -85,8 +85,8 @@ class Tokenizer:
         self.added_tokens = {token.content: AddedToken(number, token.special) for number, token in added.items()}
 
     def _lower(self, config: Mapping[str, Any], pooling: Mapping[str, Any]) -> None:
-        """Lower-cases texts as the tokenizer's configuration says, whose word counts for BERT's normalizer, and that of
-        sentence-transformers.
+        """Applies `do_lower_case`, which the tokenizer's configuration has for BERT's normalizer, and that of
+        sentence-transformers for any.
         """
         normalizer: Any = self.backend.normalizer
         if isinstance(normalizer, normalizers.BertNormalizer) and isinstance(config.get("do_lower_case"), bool):
@@ -215,9 +215,10 @@ class Tokenizer:
 
 
 def _kept_tokens(encoding: tokenizers.Encoding, number: int, truncation: Truncation) -> list[int]:
-    """Returns the encoding's tokens, of text `number` at most as many as `truncation` says, and all others.
+    """Returns the token ids of an encoding, with text `number` truncated; special tokens and the other text stay.
 
-    `Encoding.truncate` would keep what it removes, and `post_process` would join each of its parts with the other text.
+    `Encoding.truncate` keeps what it cuts off in parts of the same length, and `post_process` joins each of them with
+    the other text, which takes gigabytes.
     """
     places = [place for place, text in enumerate(encoding.sequence_ids) if text == number]
     surplus = max(0, len(places) - truncation.max_tokens)

@@ -89,7 +89,9 @@ def release_freed_memory() -> None:
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files as far as the system allows: each HTTP connection is one."""
+    """Raises this process's soft limit on open files to 65,536, or to the hard limit if that is lower: every HTTP
+    connection needs a file descriptor.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -46,6 +46,7 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+# llama.cpp's numbers for `pooling_type`.
 _POOLING = {1: "mean", 2: "cls", 3: "last"}
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(.+)")

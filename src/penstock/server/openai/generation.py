@@ -246,7 +246,7 @@ async def start(
     salt, lora = service.cache_scope(request, body.cache_salt), service.adapter(body.model)
     trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
     service.llm.check_count(len(prompts) * params.n, rank)
-    service.llm.check_count(params.n, 0)  # which all go to one engine
+    service.llm.check_count(params.n, 0)  # the completions of one prompt run on one engine
     streams: list[RequestStream] = []
     try:
         for number, prompt in enumerate(prompts):

@@ -58,8 +58,8 @@ async def _encode(batch: Batch, task: Task, given: Input, params: PoolingParams)
 
 
 async def _rows(encoded: Encoded, kind: str, field: str, encoding_format: str | None) -> list[dict[str, Any]]:
-    """Returns what an answer has for each result. Each is encoded in a task of its own, because they may be hundreds of
-    megabytes: between two of them other clients have their turn.
+    """Returns the entries of an answer. Each result is encoded in a task of its own, so that other clients have their
+    turn in between: an answer may be hundreds of megabytes.
     """
 
     async def numbers(vector: np.ndarray) -> msgspec.Raw | str:
