@@ -225,6 +225,7 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "not in tools"),
     ({"no_such_field": 1}, 400, "invalid_request_error", "no_such_field"),
     ({"temprature": 1}, 400, "invalid_request_error", "did you mean temperature?"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "invalid_request_error", "tools.0.name: "),
     ({"tools": [{"name": "f", "input_schema": {}, "descripton": "x"}]}, 400, "invalid_request_error", "descripton"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "texts": "y"}]}]},
@@ -299,3 +300,12 @@ def test_arguments_that_are_not_an_object_become_an_empty_input(scripted: Script
         event.delta for event in client.messages.create(**asked, stream=True) if event.type == "content_block_delta"
     ]
     assert "".join(delta.partial_json for delta in deltas) == '{"city": "Par'  # pyright: ignore
+
+
+def test_half_a_surrogate_pair_in_arguments_is_replaced(scripted: ScriptedServer) -> None:
+    scripted.answers(
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris \\ud83d", "days": 2}}</tool_call>'
+    )
+    client = anthropic.Anthropic(base_url=scripted.url, api_key="x", max_retries=0)
+    (block,) = create(client, WEATHER, tools=TOOLS).content
+    assert block.input == {"city": "Paris ?", "days": 2}  # pyright: ignore[reportAttributeAccessIssue]

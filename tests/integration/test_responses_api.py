@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,10 @@ import openai
 import pytest
 from openai import OpenAI
 
+from penstock.server.openai import conversation
+from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import ResponseStore, StoredResponse
+from penstock.server.openai.responses_api.translate import to_chat, to_messages
 from tests.integration.scripted_server import ScriptedServer, Setup, scripted_server
 from tests.integration.server_process import ServerProcess, serve
 from tests.integration.test_server_openai import call
@@ -326,6 +331,61 @@ def test_an_error_in_a_stream_is_a_failed_response(scripted: ScriptedServer) -> 
         keyed(scripted).responses.create(model="demo", input=SUM)
 
 
+def test_items_of_one_answer_are_the_turn_of_the_stored_response(scripted: ScriptedServer) -> None:
+    """Also if there is text between its calls."""
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "%s"}}</tool_call>'
+    scripted.answers(f"One moment.{call % 'Paris'}And the other one.{call % 'Rome'}")
+    client = keyed(scripted)
+    first = client.responses.create(model="demo", input=WEATHER, tools=TOOLS)
+    assert [item.type for item in first.output] == ["message", "function_call"] * 2
+    results: Any = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    client.responses.create(model="demo", input=results, previous_response_id=first.id, tools=TOOLS)
+    items: Any = [{"role": "user", "content": WEATHER}, *first.output, *results]
+    client.responses.create(model="demo", input=items, tools=TOOLS)
+    assert scripted.llm.prompts[-1] == scripted.llm.prompts[-2]
+    assert scripted.llm.prompts[-1].count("<|im_start|>assistant") == 2
+
+
+def test_only_the_last_item_of_a_stream_is_cut_off() -> None:
+    with scripted_server(Setup(reasoning_parser="qwen3")) as server:
+        server.answers("<think>\nHm.\n</think>\n\nHello wor", step=100, finish_reason="length")
+        events: Any = list(keyed(server).responses.create(model="demo", input=SUM, stream=True))
+    done = [(event.item.type, event.item.status) for event in events if event.type == "response.output_item.done"]
+    assert done == [("reasoning", "completed"), ("message", "incomplete")]
+    assert done == [(item.type, item.status) for item in events[-1].response.output]
+
+
+def test_schemas_of_tools_are_not_copied() -> None:
+    """A copy of large schemas takes seconds, in which the server answers nobody else."""
+    body = ResponsesRequest.model_validate({"input": "x", "tools": [{**TOOLS[0], "parameters": {"a": [{}]}}]})
+    (given,), (tool,) = body.tools or [], to_chat(body, to_messages(body.input)).tools or []
+    assert given.parameters is not None
+    assert tool.function.parameters is not None
+    assert tool.function.parameters["a"] is given.parameters["a"]
+
+
+def test_long_arguments_are_parsed_beside_the_event_loop(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, loops = conversation._arguments, list[Any]()  # pyright: ignore[reportPrivateUsage]
+
+    def parse_and_note(text: str) -> Any:
+        loops.append(asyncio._get_running_loop())
+        return parse(text)
+
+    monkeypatch.setattr(conversation, "_arguments", parse_and_note)
+    scripted.answers("Five.")
+    arguments = json.dumps({"city": "x" * 5000})
+    made: Any = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": arguments}
+    keyed(scripted).responses.create(model="demo", input=[made, {"role": "user", "content": SUM}])
+    assert loops == [None]
+    assert json.dumps({"city": "x" * 100})[:-2] in scripted.llm.prompts[-1]
+
+
 def stored(name: str, size: int = 1) -> StoredResponse:
     return StoredResponse({"id": name}, [{"role": "user", "content": "x" * size}])
 
@@ -347,3 +407,28 @@ def test_the_store_is_bounded_in_number_and_size() -> None:
     store.add(b"key", stored("g", 900))
     assert store.get(None, "g") is None
     assert store.get(b"key", "g") is not None
+
+
+def test_a_response_that_is_stored_again_takes_its_place_once() -> None:
+    """A stream that is continued where it began has the id of its beginning."""
+    store = ResponseStore(max_responses=3, max_bytes=1000)
+    for _ in range(10):
+        store.add(None, stored("a", 600))
+    store.add(None, stored("b", 200))
+    assert [store.get(None, name) is not None for name in "ab"] == [True, True]
+    assert len(store) == 2
+
+
+def test_the_size_of_the_store_is_that_of_its_memory() -> None:
+    """Lists in JSON take 3 bytes and in memory more than 50."""
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        store.add(None, StoredResponse({"id": "a", "tools": [[] for _ in range(50_000)]}, []))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 300_000
+    found = store.get(None, "a")
+    assert found is not None
+    assert found.body["tools"] == [[]] * 50_000

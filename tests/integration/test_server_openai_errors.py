@@ -9,9 +9,13 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 
 from penstock.messages.sampling_params import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from penstock.server import limits
+from penstock.server.anthropic.protocol import MessagesRequest
+from penstock.server.openai.protocol import ChatCompletionRequest, RequestBody
+from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from tests.integration import raw_http
 from tests.integration.server_process import serve
 from tests.integration.test_server_openai import SUM, WEATHER_TOOL, call
@@ -297,3 +301,47 @@ def test_the_message_names_the_intended_field(url: str) -> None:
         assert refused(*call(url + CHAT, body))["message"].startswith(message)
     too_long = refused(*call(url + COMPLETIONS, {"prompt": "hello " * 600}))
     assert too_long["code"] == "context_length_exceeded"
+
+
+MANY = [0] * limits.MAX_CONTENT_PARTS
+NAMES = {f"{LONG_NAME}{number}": None for number in range(10_000)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatCompletionRequest, {"messages": [0] * 1000}),
+        (ChatCompletionRequest, {"messages": user(content=MANY) * 100}),
+        (ChatCompletionRequest, {"messages": [{"role": "assistant", "tool_calls": MANY[: limits.MAX_TOOLS]}] * 100}),
+        (ChatCompletionRequest, {"messages": user(), "logit_bias": NAMES}),
+        (ChatCompletionRequest, {"messages": user(), "chat_template_kwargs": NAMES}),
+        (ChatCompletionRequest, {"messages": user(), "guided_choice": MANY}),
+        (ChatCompletionRequest, {"messages": user(), "structured_outputs": {"choice": MANY}}),
+        (ResponsesRequest, {"input": [0] * 1000}),
+        (ResponsesRequest, {"input": user(content=MANY) * 100}),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "summary": MANY, "content": MANY}] * 100}),
+        (ResponsesRequest, {"input": "x", "metadata": NAMES}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [0] * 1000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": user(content=MANY) * 100}),
+        (MessagesRequest, {"max_tokens": 1, "messages": user(), "system": MANY}),
+    ],
+)
+def test_only_the_first_of_many_errors_is_looked_for(kind: type[RequestBody], fields: dict[str, Any]) -> None:
+    """Describing an error takes microseconds, and a body has room for millions of them."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(fields)
+    assert caught.value.error_count() <= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "part"),
+    [(ChatCompletionRequest, "messages", "text"), (ResponsesRequest, "input", "input_text"),
+     (MessagesRequest, "messages", "text")],
+)  # fmt: skip
+def test_all_parts_of_a_request_together_are_bounded(kind: type[RequestBody], field: str, part: str) -> None:
+    """Validating a part takes microseconds, and a body has room for half a million of them."""
+    other = {"max_tokens": 1} if kind is MessagesRequest else {}
+    parts = [{"type": part, "text": "x"}] * limits.MAX_CONTENT_PARTS
+    kind.model_validate({**other, field: user(content=parts) * 100})
+    with pytest.raises(ValidationError, match=f"at most {limits.MAX_MESSAGE_VALUES} texts"):
+        kind.model_validate({**other, field: user(content=parts) * 200})

@@ -17,6 +17,10 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 256
 """Parts of one message's content."""
 MAX_TOOLS = 128
+MAX_MESSAGE_VALUES = 1 << 17
+"""Texts, numbers, lists and objects in all messages of a request together: validating one part takes microseconds."""
+MAX_ENTRY_VALUES = 1 << 13
+"""The same, for an object whose entries are validated one by one: metadata, `logit_bias`, template variables."""
 MAX_TOOL_SCHEMA_BYTES = 64 << 10
 """A tool's parameters, as JSON."""
 MAX_NAME_CHARACTERS = 256

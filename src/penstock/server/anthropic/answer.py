@@ -101,9 +101,11 @@ def _content(block: Block, text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments; empty if they are not a JSON object, for example because they were cut off."""
+    """Returns a call's arguments; empty if they are not a JSON object, for example because they were cut off. Halves of
+    surrogate pairs, which the model can write as escapes but an answer cannot contain, are replaced.
+    """
     try:
-        value = json.loads(arguments)
+        value = json.loads(json.dumps(json.loads(arguments), ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -12,12 +12,24 @@ from pydantic_core import PydanticCustomError
 from penstock.messages.sampling_params import MAX_COUNT, MAX_STOP_STRINGS
 from penstock.server import limits
 from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, MESSAGES_FIELDS, TOOL_FIELDS
-from penstock.server.openai.protocol import AnswerPart, Name, PassedOnFields, RequestBody, StopText, within
+from penstock.server.openai.protocol import (
+    AnswerPart,
+    FewValues,
+    FunctionName,
+    Name,
+    PassedOnFields,
+    RequestBody,
+    StopText,
+    within,
+)
 
 
 class TextBlock(AnswerPart):
     type: Literal["text"]
     text: str
+
+
+Texts = Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)]
 
 
 class ToolUseBlock(AnswerPart):
@@ -30,7 +42,7 @@ class ToolUseBlock(AnswerPart):
 class ToolResultBlock(AnswerPart):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS)] = ""
+    content: str | Texts = ""
     is_error: bool | None = None
 
 
@@ -64,14 +76,14 @@ Block = Annotated[
 
 class Message(AnswerPart):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(max_length=limits.MAX_CONTENT_PARTS)]
+    content: str | Annotated[list[Block], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)]
 
 
 class Tool(RequestBody):
     dialect = TOOL_FIELDS
 
     type: Literal["custom"] | None = None
-    name: Name
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -120,9 +132,9 @@ class CountTokensRequest(RequestBody):
 
     dialect = (*CLIENT_LIBRARY_FIELDS, *MESSAGES_FIELDS)
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES, fail_fast=True), FewValues]
     model: Name | None = None
-    system: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+    system: str | Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Annotated[AnyChoice | ToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None

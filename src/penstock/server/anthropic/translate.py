@@ -107,18 +107,7 @@ def _text(content: str | Sequence[Any]) -> str:
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.input_schema,
-                "strict": tool.strict,
-            },
-        }
-        for tool in body.tools or ()
-    ]
+    tools = [{"function": {**dict(tool), "parameters": tool.input_schema}} for tool in body.tools or ()]
     choice = body.tool_choice
     if choice is None:
         return {"tools": tools or None}

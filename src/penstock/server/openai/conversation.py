@@ -144,6 +144,9 @@ async def render_messages(
     described = [tool.model_dump(exclude_none=True) for tool in tools] or None
 
     def work() -> list[int]:
+        for call in [call for message in plain for call in message.get("tool_calls", ())]:
+            arguments = call["function"].get("arguments") or "{}"
+            call["function"]["arguments"] = _arguments(arguments) if isinstance(arguments, str) else arguments
         text = tokenizer.render_chat(plain, tools=described, **options)
         return tokenizer.encode(text, tokenizing.add_special_tokens, tokenizing.truncation)
 
@@ -151,8 +154,8 @@ async def render_messages(
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:
-    """Converts a message to the form that templates expect: content as text, arguments of earlier tool calls as
-    objects.
+    """Converts a message to the form that templates expect, except the arguments of its tool calls: content as text,
+    and one name for the reasoning.
     """
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
@@ -160,9 +163,6 @@ def _plain_message(message: ChatMessage) -> dict[str, Any]:
     if "reasoning" in plain:
         # The field's newer name; templates know the older one.
         plain.setdefault("reasoning_content", plain["reasoning"])
-    for call in plain.get("tool_calls", ()):
-        arguments = call["function"].get("arguments") or "{}"
-        call["function"]["arguments"] = _arguments(arguments) if isinstance(arguments, str) else arguments
     return plain
 
 

@@ -6,9 +6,10 @@ handled in `dialects`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from typing_extensions import TypedDict
 
 from penstock.messages.sampling_params import BOUNDS, MAX_COUNT, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
@@ -34,11 +35,26 @@ def within(parameter: str) -> Any:
     return Field(gt=bound.low, le=bound.high) if bound.excludes_low else Field(ge=bound.low, le=bound.high)
 
 
+def _few_values(most: int, given: Any) -> Any:
+    """Returns a field's value, before it is validated. Raises RequestError if it has too many values at all depths."""
+    values = [given]
+    for value in values:
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if len(values) > most:
+            raise RequestError(f"at most {most} texts, numbers, lists and objects are allowed, at all depths together")
+    return given
+
+
+FewValues = BeforeValidator(partial(_few_values, limits.MAX_MESSAGE_VALUES))
+FewEntries = BeforeValidator(partial(_few_values, limits.MAX_ENTRY_VALUES))
 Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
+FunctionName = Annotated[Name, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+Variables = Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES), FewEntries]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-# Only the first error is reported; otherwise a list of a million errors could fill the memory.
+# Only the first error is reported, here and in other long lists; a million errors could fill the memory.
+Choices = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 RequestId = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=limits.MAX_NAME_CHARACTERS)]
 
@@ -96,7 +112,7 @@ class StructuredOutputs(RequestBody):
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -126,7 +142,7 @@ class GenerationRequest(EngineRequestBody):
     frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
     seed: Annotated[int, within("seed")] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), FewEntries] | None = None
 
     # vLLM's.
     top_k: Annotated[int, within("top_k")] | None = None
@@ -160,7 +176,7 @@ class GenerationRequest(EngineRequestBody):
     # The older names of structured_outputs.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
 
@@ -228,6 +244,9 @@ class ContentPart(RequestBody):
         return {"text": given} if isinstance(given, str) else given
 
 
+Parts = Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)]
+
+
 class FunctionCall(BaseModel):
     name: Name
     arguments: str | dict[str, Any] | None = None
@@ -247,8 +266,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[Name, StringConstraints(min_length=1)]
-    content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    content: str | Parts | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
 
@@ -273,7 +292,7 @@ _MESSAGE_NAMES = frozenset(row.name for row in MESSAGE_FIELDS)
 
 
 class FunctionDefinition(BaseModel):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=limits.MAX_NAME_CHARACTERS)]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -293,7 +312,7 @@ class ToolChoice(BaseModel):
     function: ChosenFunction
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES, fail_fast=True), FewValues]
 
 
 class TemplateOptions(RequestBody):
@@ -301,7 +320,7 @@ class TemplateOptions(RequestBody):
 
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
+    chat_template_kwargs: Variables | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):

@@ -86,7 +86,8 @@ class ResponseAnswer:
             for part in parts:
                 yield self._event("response.content_part.added", **self._place(block), part=part)
         elif isinstance(event, Closed):
-            item = self._item(block, self._status, block.text)
+            is_last = block is self._blocks.blocks[-1]
+            item = self._item(block, self._status if is_last else "completed", block.text)
             last: dict[str, Any] = {"name": block.name} if block.kind is BlockKind.CALL else {}
             yield self._event(f"{name}.done", **self._place(block), **{field: block.text}, **last)
             for part in item.get("content", ()):
@@ -116,17 +117,13 @@ class ResponseAnswer:
         return self._event("response.failed", response=response)
 
     @property
-    def _is_cut_off(self) -> bool:
-        return self._blocks.completion.finish_reason == FinishReason.LENGTH
-
-    @property
     def _status(self) -> str:
         """Returns the status of the last item and of the response: whether the token limit has cut it off."""
-        return "incomplete" if self._is_cut_off else "completed"
+        return "incomplete" if self._blocks.completion.finish_reason == FinishReason.LENGTH else "completed"
 
     def _finish(self) -> dict[str, Any]:
         response = self._response(self._status)
-        if self._is_cut_off:
+        if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = self._usage()
         self._keeper.keep(response, self._blocks.blocks)
@@ -178,7 +175,6 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
     reasoning = {} if body.reasoning is None else body.reasoning.model_dump(include={"effort", "summary"})
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice
-    unset = {"parameters": None, "strict": None}
     return {
         "background": False,
         "instructions": body.instructions,
@@ -193,7 +189,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [{**unset, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+        "tools": [dict(tool) for tool in body.tools or ()],
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,

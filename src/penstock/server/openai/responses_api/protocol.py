@@ -14,6 +14,8 @@ from penstock.server import limits
 from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, RESPONSES_FIELDS
 from penstock.server.openai.protocol import (
     AnswerPart,
+    FewEntries,
+    FewValues,
     FunctionDefinition,
     JsonObjectFormat,
     Name,
@@ -24,6 +26,7 @@ from penstock.server.openai.protocol import (
 )
 
 MetadataText = Annotated[str, StringConstraints(max_length=limits.MAX_METADATA_CHARACTERS)]
+Metadata = Annotated[dict[Name, MetadataText], Field(max_length=limits.MAX_TEMPLATE_VARIABLES), FewEntries]
 LongText = Annotated[str, StringConstraints(max_length=limits.MAX_TOOL_SCHEMA_BYTES)]
 
 
@@ -42,9 +45,9 @@ class SummaryPart(AnswerPart):
     text: str
 
 
-Summary = Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
+Summary = Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)]
 ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Content = str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
+Content = str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)]
 
 
 class InputMessage(AnswerPart):
@@ -89,6 +92,8 @@ InputItem = Annotated[
         custom_error_message="must be a message, function_call, function_call_output or reasoning item",
     ),
 ]
+
+InputItems = Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES, fail_fast=True), FewValues]
 
 
 class FunctionTool(FunctionDefinition):
@@ -135,7 +140,7 @@ class AllowedTools(RequestBody):
 class ResponsesRequest(PassedOnFields):
     dialect = (*CLIENT_LIBRARY_FIELDS, *RESPONSES_FIELDS)
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    input: str | InputItems
     model: Name | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -149,7 +154,7 @@ class ResponsesRequest(PassedOnFields):
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    metadata: Annotated[dict[Name, MetadataText], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
+    metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
 

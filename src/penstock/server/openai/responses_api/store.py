@@ -20,8 +20,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores the newest responses up to a number and a size; evicts the least recently used one. An `owner` is an API
-    key, or None if the server has none: responses are not accessible with other keys.
+    """Stores the newest responses as JSON, up to a number and a size; evicts the least recently used one. An `owner` is
+    an API key, or None if the server has none: responses are not accessible with other keys.
     """
 
     def __init__(
@@ -29,35 +29,33 @@ class ResponseStore:
     ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[bytes | None, str], tuple[StoredResponse, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[bytes | None, str], bytes] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, owner: bytes | None, response: StoredResponse) -> None:
-        """Stores a response, unless it alone is larger than the store."""
-        size = len(msgspec.json.encode((response.body, response.messages)))
-        if size > self._max_bytes:
+        """Stores a response, in place of one with its id, unless it alone is larger than the store."""
+        self.remove(owner, response.body["id"])
+        data = msgspec.json.encode(response)
+        if len(data) > self._max_bytes:
             return
-        self._entries[owner, response.body["id"]] = (response, size)
-        self._num_bytes += size
+        self._entries[owner, response.body["id"]] = data
+        self._num_bytes += len(data)
         while len(self._entries) > self._max_responses or self._num_bytes > self._max_bytes:
-            _, (_, freed) = self._entries.popitem(last=False)
-            self._num_bytes -= freed
+            self._num_bytes -= len(self._entries.popitem(last=False)[1])
 
     def get(self, owner: bytes | None, response_id: str) -> StoredResponse | None:
         """Returns the response and marks it as used."""
-        entry = self._entries.get((owner, response_id))
-        if entry is None:
+        data = self._entries.get((owner, response_id))
+        if data is None:
             return None
         self._entries.move_to_end((owner, response_id))
-        return entry[0]
+        return msgspec.json.decode(data, type=StoredResponse)
 
     def remove(self, owner: bytes | None, response_id: str) -> bool:
         """Deletes a response; returns whether there was one."""
-        entry = self._entries.pop((owner, response_id), None)
-        if entry is None:
-            return False
-        self._num_bytes -= entry[1]
-        return True
+        data = self._entries.pop((owner, response_id), b"")
+        self._num_bytes -= len(data)
+        return bool(data)

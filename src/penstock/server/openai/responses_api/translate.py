@@ -29,29 +29,29 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 def to_messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Converts the input to turns. The items of one answer (reasoning, a message, calls) become one turn again."""
+    """Converts the input to turns. The items of one answer (reasoning, messages and calls) become one turn again."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     for item in given:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if isinstance(item, InputMessage) and item.role == "assistant":
-            if last is None or last["content"] or "tool_calls" in last:
-                messages.append(last := {"role": "assistant", "content": ""})
-            last["content"] = _text(item.content)
+            if last is None or (any(last["content"]) and "tool_calls" not in last):
+                messages.append(last := {"role": "assistant", "content": []})
+            last["content"].append(_text(item.content))
         elif isinstance(item, InputMessage):
             role = "system" if item.role in _SYSTEM_ROLES else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": [_text(item.content)]})
         elif isinstance(item, FunctionCallItem):
             if last is None:
-                messages.append(last := {"role": "assistant", "content": ""})
+                messages.append(last := {"role": "assistant", "content": []})
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             last.setdefault("tool_calls", []).append(call)
         elif isinstance(item, FunctionCallOutput):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": [_text(item.output)]})
         elif reasoning := "".join(part.text for part in item.content or item.summary):
-            messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
-    return messages
+            messages.append({"role": "assistant", "content": [], "reasoning_content": reasoning})
+    return [{**message, "content": "".join(message["content"])} for message in messages]
 
 
 def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
@@ -69,7 +69,7 @@ def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompl
             "max_completion_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tools": [_tool(tool) for tool in tools] or None,
+            "tools": [{"function": dict(tool)} for tool in tools] or None,
             "tool_choice": choice,
             "parallel_tool_calls": body.parallel_tool_calls,
             "response_format": _response_format(body),
@@ -97,10 +97,6 @@ def _tools(body: ResponsesRequest) -> tuple[list[FunctionTool], Any]:
         return tools, {"type": "function", "function": {"name": choice.name}}
     # Clients send the default also without tools.
     return tools, choice if tools or choice not in ("auto", "none") else None
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
