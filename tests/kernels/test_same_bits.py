@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,25 @@ def add_linear(calls: NativeCalls) -> None:
         calls.add("linear_pack", "ppn", layer, weight, 1)
         out = calls.result(f"linear edges {dtype}", torch.zeros(len(x), 3, dtype=dtype))
         calls.add("linear", "pppnnn", layer, x, out, 3, len(x), THREADS)
+
+
+def add_linear_of_any_numbers(calls: NativeCalls) -> None:
+    """Numbers of all bit patterns; such as have subnormal products and sums; and such as are subnormal themselves."""
+    k, n, rows = 64, 70, 29
+    generator = torch.Generator().manual_seed(5)
+    bits = [torch.randint(-(2**15), 2**15, (size, k), generator=generator).short() for size in (rows, n)]
+    small, smaller, large = 2.0**-63, 2.0**-128, 2.0**30
+    cases = {
+        "of any bits": [each.view(torch.bfloat16) for each in bits],
+        "with small products": [numbers(rows, k, scale=small), numbers(n, k, scale=small, seed=1)],
+        "of subnormal numbers": [numbers(rows, k, scale=smaller), numbers(n, k, scale=large, seed=1)],
+        "by subnormal numbers": [numbers(rows, k, scale=large), numbers(n, k, scale=smaller, seed=1)],
+    }
+    for name, (x, weight) in cases.items():
+        layer = calls.struct("ppnnnn", torch.zeros(64 * 96).bfloat16(), None, k, n, DTYPE_CODES[torch.bfloat16], 1)
+        calls.add("linear_pack", "ppn", layer, weight.bfloat16(), 1)
+        out = calls.result(f"products {name}", torch.zeros(rows, n))
+        calls.add("linear", "pppnnn", layer, x.bfloat16(), out, n, rows, THREADS)
 
 
 def add_linear_of_some_rows(calls: NativeCalls) -> None:
@@ -212,7 +232,7 @@ def add_router(calls: NativeCalls) -> None:
         calls.add("route", "ppppnn", router, logits, ids, weights, len(logits), THREADS)
 
 
-def add_attention(calls: NativeCalls) -> None:
+def add_attention(calls: NativeCalls, in_pairs: bool = False) -> None:
     lengths, queries, blocks = (1, 70, 330), (1, 70, 40), 30
     starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     table = torch.arange(blocks, dtype=torch.int32).flip(0).contiguous()
@@ -229,17 +249,20 @@ def add_attention(calls: NativeCalls) -> None:
         "int8, window": (40, 40, 2, 90, 0.0, True, 1),
     }
     for (kind, shape), dtype in itertools.product(kinds.items(), DTYPES):
+        if in_pairs and (dtype != torch.bfloat16 or "int8" in kind):
+            continue
         head_dim, value_dim, planes, window, softcap, has_sinks, causal = shape
         heads, kv_heads = (4, 2) if planes == 2 else (4, 1)
         q = numbers(tokens, heads, head_dim, scale=2).to(dtype)
         cache = numbers(blocks, planes, kv_heads, 16, head_dim, scale=2, seed=1).to(dtype)
         cache = quantize_rows(cache) if "int8" in kind else cache
-        out = calls.result(f"attention {kind} {dtype}", torch.zeros(tokens, heads * value_dim, dtype=dtype))
+        name = f"attention {kind} {dtype}{' in pairs' * in_pairs}"
+        out = calls.result(name, torch.zeros(tokens, heads * value_dim, dtype=dtype))
         calls.add(
             "paged_attention", "pnppnppppnnnnnnnnnffiiiii", q, heads * head_dim, cache, tables, tables.shape[1], starts,
             seq_lens, numbers(heads, scale=3) if has_sinks else None, out, tokens, len(lengths), heads, kv_heads,
             head_dim, value_dim, 16, window, THREADS, head_dim**-0.5, softcap, DTYPE_CODES[dtype], causal, planes == 1,
-            cache.dtype == torch.int8, 0,
+            cache.dtype == torch.int8, in_pairs,
         )  # fmt: skip
 
 
@@ -378,11 +401,12 @@ def add_step(
     )  # fmt: skip
 
 
-def all_calls() -> NativeCalls:
+def all_calls(*others: Callable[[NativeCalls], None]) -> NativeCalls:
+    """`others` add theirs first."""
     calls = NativeCalls()
     for add in (
-        add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes, add_dequantize,
-        add_experts, add_router, add_attention, add_elementwise, add_rope, add_recurrent,
+        *others, add_linear, add_linear_of_some_rows, add_quantized, add_quantized_by_group, add_block_codes,
+        add_dequantize, add_experts, add_router, add_attention, add_elementwise, add_rope, add_recurrent,
     ):  # fmt: skip
         add(calls)
     return calls
@@ -432,6 +456,19 @@ def test_instruction_sets_of_one_arithmetic_compute_the_same_bits(driver: Sequen
     assert len(results[0]) > 150, "every kernel, in every dtype"
     for isa, result in zip(SETS[1:], results[1:], strict=True):
         assert not differing(results[0], result), f"{SETS[0]} and {isa}"
+
+
+@pytest.mark.skipif("avx512_bf16" not in native.instruction_sets(), reason="no products of pairs")
+def test_fused_products_have_the_bits_of_products_of_pairs(driver: Sequence[str], tmp_path: Path) -> None:
+    def result(fused: int) -> dict[str, torch.Tensor]:
+        def fuse(calls: NativeCalls) -> None:
+            calls.add("fuse_products", "n", fused)
+
+        in_pairs = functools.partial(add_attention, in_pairs=True)
+        calls = all_calls(fuse, in_pairs, add_linear_of_any_numbers)
+        return calls.run(driver, native.library_for("avx512_bf16").path, "avx512_bf16", tmp_path)
+
+    assert not differing(result(0), result(1))
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention_tile.h"
+#include "pairs.h"
 
 #if defined(__AVX512BF16__)
 
@@ -134,12 +135,22 @@ inline void find_keys(const KVTile<bf16>& tile, const Pair* (&keys)[kTile / 16])
 
 #if !defined(__AMX_BF16__)
 
-// Sums of products of pairs.
+// Sums of products of pairs; fused, while there is a FlushSubnormals.
+template <bool kFused>
 class PairSum {
 public:
+    struct Numbers {
+        float even, odd;
+    };
+    using Input = std::conditional_t<kFused, Numbers, Pair>;
+    static constexpr int kRows = kFused ? 6 : 4;  // that share a pair of keys or values
+
     PENSTOCK_INLINE void begin(Vec sum) { sum_ = sum; }
-    PENSTOCK_INLINE void add(Pair a, __m512i b) {
-        sum_ = _mm512_dpbf16_ps(sum_, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+    PENSTOCK_INLINE void add(Input a, __m512i b) {
+        if constexpr (kFused)
+            sum_ = fma(splat(a.even), even_of(b), fma(splat(a.odd), odd_of(b), sum_));
+        else
+            sum_ = _mm512_dpbf16_ps(sum_, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
     }
     PENSTOCK_INLINE void end_block() {}
     PENSTOCK_INLINE Vec value() const { return sum_; }
@@ -148,36 +159,30 @@ private:
     Vec sum_;
 };
 
-constexpr int kRowsAtOnce = 4;
-
 #else
 
 // The same with the roundings of tiles, while there is a FlushSubnormals: the even and the odd products of a block have
 // sums of their own, which are added up and then to the sum before (TDPBF16PS in Intel's Software Developer's Manual).
 class PairSum {
 public:
+    using Input = Pair;
+    static constexpr int kRows = 2;
+
     PENSTOCK_INLINE void begin(Vec sum) {
         sum_ = sum;
         even_ = odd_ = splat(0);
     }
     PENSTOCK_INLINE void add(Pair a, __m512i b) {
         const __m512i all = _mm512_set1_epi32(static_cast<int>(a));
-        even_ = fma(even(all), even(b), even_);
-        odd_ = fma(odd(all), odd(b), odd_);
+        even_ = fma(even_of(all), even_of(b), even_);
+        odd_ = fma(odd_of(all), odd_of(b), odd_);
     }
     PENSTOCK_INLINE void end_block() { begin(sum_ + (even_ + odd_)); }
     PENSTOCK_INLINE Vec value() const { return sum_; }
 
 private:
-    static PENSTOCK_INLINE Vec even(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-    static PENSTOCK_INLINE Vec odd(__m512i pairs) {
-        return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-    }
-
     Vec sum_, even_, odd_;
 };
-
-constexpr int kRowsAtOnce = 2;
 
 #endif
 
@@ -189,22 +194,21 @@ struct Rows {
     static constexpr int kCount = N;
 };
 
-// Calls f(Rows, first row) until all of `count` rows are done.
-template <class F>
-inline void by_rows(int count, const F& f) {
-    int row = 0;
-    if constexpr (kRowsAtOnce == 4)
-        for (; row + 4 <= count; row += 4) f(Rows<4>(), row);
-    for (; row + 2 <= count; row += 2) f(Rows<2>(), row);
-    for (; row < count; ++row) f(Rows<1>(), row);
+// Calls f(Rows, first row) until all rows from `row` to `count` are done, kMost of them at a time while there are as many; but
+// eight are twice four.
+template <int kMost, class F>
+inline void by_rows(int row, int count, const F& f) {
+    for (; row + kMost <= count && (kMost <= 4 || count - row != 8); row += kMost) f(Rows<kMost>(), row);
+    if constexpr (kMost > 1) by_rows<(kMost > 4 ? 4 : kMost / 2)>(row, count, f);
 }
 
 // s [R, kTile] = q [R, steps pairs] k^T, of keys in pairs.
-template <int R, class Step>
-inline void score_pairs(const Pair* q, const Pair* const (&parts)[kParts], int64_t steps, float* s, const Step& step) {
+template <class Sum, int R, class Step>
+inline void score_pairs(const typename Sum::Input* q, const Pair* const (&parts)[kParts], int64_t steps, float* s,
+                        const Step& step) {
     const Pair* keys[kParts];
     for (int part = 0; part < kParts; ++part) keys[part] = parts[part];
-    PairSum sums[R][kParts];
+    Sum sums[R][kParts];
     for (int r = 0; r < R; ++r)
         for (int part = 0; part < kParts; ++part) sums[r][part].begin(splat(0));
     for (int64_t end = kBlock, i = 0; i < steps; end += kBlock) {
@@ -223,10 +227,10 @@ inline void score_pairs(const Pair* q, const Pair* const (&parts)[kParts], int64
 }
 
 // acc [R, 16 N columns of `padded`] += w v of the pairs [first, last) of a tile, from dimension d on.
-template <int R, int N, class Step>
-inline void add_columns(const Pair* w, const ValuePairs& values, int first, int last, int64_t d, float* acc,
-                        int64_t padded, const Step& step) {
-    PairSum sums[R][N];
+template <class Sum, int R, int N, class Step>
+inline void add_columns(const typename Sum::Input* w, const ValuePairs& values, int first, int last, int64_t d,
+                        float* acc, int64_t padded, const Step& step) {
+    Sum sums[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) sums[r][n].begin(load(acc + r * padded + n * kLanes));
     for (int pair = first; pair < last;) {
@@ -246,13 +250,13 @@ inline void add_columns(const Pair* w, const ValuePairs& values, int first, int 
 }
 
 // acc [R, padded] += w v of the pairs [first, last) of a tile.
-template <int R, class Step>
-inline void add_pairs(const Pair* w, const ValuePairs& values, int first, int last, float* acc, int64_t padded,
-                      const Step& step) {
+template <class Sum, int R, class Step>
+inline void add_pairs(const typename Sum::Input* w, const ValuePairs& values, int first, int last, float* acc,
+                      int64_t padded, const Step& step) {
     int64_t d = 0;
     for (; d + 4 * kLanes <= padded; d += 4 * kLanes)
-        add_columns<R, 4>(w, values, first, last, d, acc + d, padded, step);
-    for (; d < padded; d += kLanes) add_columns<R, 1>(w, values, first, last, d, acc + d, padded, step);
+        add_columns<Sum, R, 4>(w, values, first, last, d, acc + d, padded, step);
+    for (; d < padded; d += kLanes) add_columns<Sum, R, 1>(w, values, first, last, d, acc + d, padded, step);
 }
 
 #if !defined(__AMX_BF16__)
@@ -264,8 +268,8 @@ public:
     using Weight = bf16;
 
     static size_t bytes(Shape shape) {
-        return sizeof(Pair) * (kGroups * kGroup * shape.head_dim / 2 + key_pairs(shape)) +
-               sizeof(bf16) * (shape.head_dim + kGroups * kGroup * kTile) + 4 * 64 + ValuePairs::bytes(shape);
+        return sizeof(float) * kGroup * (kGroups * shape.head_dim + kTile) + sizeof(Pair) * key_pairs(shape) +
+               sizeof(bf16) * (shape.head_dim + kGroups * kGroup * kTile) + 5 * 64 + ValuePairs::bytes(shape);
     }
 
     BFloat16Engine(Arena& arena, Shape shape)
@@ -273,16 +277,22 @@ public:
           padded_(shape.padded_dim()),
           in_pairs_(shape.in_pairs),
           values_(arena, shape),
-          queries_(arena.zeros<Pair>(kGroups * kGroup * dim_ / 2)),
+          queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
           staged_(arena.zeros<Pair>(key_pairs(shape))),
           zeros_(arena.zeros<bf16>(dim_)),
-          weights_(arena.zeros<bf16>(kGroups * kGroup * kTile)) {
+          weights_(arena.zeros<bf16>(kGroups * kGroup * kTile)),
+          wide_(arena.zeros<float>(kGroup * kTile)) {
         for (int part = 0; part < kParts; ++part) keys_[part] = staged_ + part * key_pairs(shape) / kParts;
     }
 
     void set_queries(int group, const bf16* const* rows, int count) {
-        for (int row = 0; row < count; ++row)
-            std::memcpy(queries_ + (group * kGroup + row) * dim_ / 2, rows[row], dim_ * sizeof(bf16));
+        for (int row = group * kGroup; row < group * kGroup + count; ++row) {
+            const bf16* const from = rows[row % kGroup];
+            if (fuses(count))
+                widen_row(from, dim_, queries_ + row * dim_);
+            else
+                std::memcpy(reinterpret_cast<bf16*>(queries_) + row * dim_, from, dim_ * sizeof(bf16));
+        }
     }
 
     bool multiplies_in_place() const { return in_pairs_; }
@@ -299,10 +309,13 @@ public:
     }
 
     void scores(int group, int count, float* s) const {
-        const Pair* q = queries_ + group * kGroup * dim_ / 2;
-        with_prefetch(*prefetch_, dim_ / 2, [&](const auto& step) {
-            by_rows(count, [&](auto rows, int row) {
-                score_pairs<rows.kCount>(q + row * dim_ / 2, keys_, dim_ / 2, s + row * kTile, step);
+        with_products(fuses(count), [&](auto fused) {
+            using Sum = PairSum<fused.value>;
+            const auto q = reinterpret_cast<const typename Sum::Input*>(queries_) + group * kGroup * dim_ / 2;
+            with_prefetch(*prefetch_, dim_ / 2, [&](const auto& step) {
+                by_rows<Sum::kRows>(0, count, [&](auto rows, int row) {
+                    score_pairs<Sum, rows.kCount>(q + row * dim_ / 2, keys_, dim_ / 2, s + row * kTile, step);
+                });
             });
         });
     }
@@ -310,11 +323,17 @@ public:
     Weight* weights(int group) { return weights_ + group * kGroup * kTile; }
 
     void accumulate(int group, int count, float* acc) const {
-        const Pair* w = reinterpret_cast<const Pair*>(weights_ + group * kGroup * kTile);
-        with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
-            by_rows(count, [&](auto rows, int row) {
-                add_pairs<rows.kCount>(w + row * kTile / 2, values_, first_pair_, last_pair_, acc + row * padded_, padded_,
-                                       step);
+        const bf16* const weights = weights_ + group * kGroup * kTile;
+        with_products(fuses(count), [&](auto fused) {
+            using Sum = PairSum<fused.value>;
+            if constexpr (fused.value) widen_row(weights, count * kTile, wide_);
+            const void* const from = fused.value ? static_cast<const void*>(wide_) : weights;
+            const auto w = static_cast<const typename Sum::Input*>(from);
+            with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
+                by_rows<Sum::kRows>(0, count, [&](auto rows, int row) {
+                    add_pairs<Sum, rows.kCount>(w + row * kTile / 2, values_, first_pair_, last_pair_,
+                                                          acc + row * padded_, padded_, step);
+                });
             });
         });
     }
@@ -322,6 +341,13 @@ public:
 private:
     // Of a tile whose keys are staged.
     static int64_t key_pairs(Shape shape) { return shape.in_pairs ? 0 : (shape.head_dim + 31) / 32 * 16 * kTile; }
+
+    // Whether so many rows of a group are multiplied by fused operations. Two share too little of the work on the keys.
+    static bool fuses(int count) { return count > 2 && fuses_products(); }
+
+    static void widen_row(const bf16* from, int64_t count, float* to) {
+        for (int64_t at = 0; at < count; at += kLanes) store_first(to + at, load_first(from + at, count - at), count - at);
+    }
 
     void stage_keys(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
         const int64_t lines = prefetch.share(kParts * ((dim_ + 31) / 32));
@@ -343,10 +369,11 @@ private:
     const int64_t dim_, padded_;
     const bool in_pairs_;
     ValuePairs values_;
-    Pair* const queries_;  // [kGroups, kGroup, head_dim / 2]
-    Pair* const staged_;   // [kParts, head_dim / 2, 16], unless keys are read in place
-    bf16* const zeros_;    // [head_dim]
-    bf16* const weights_;  // [kGroups, kGroup, kTile]
+    float* const queries_;  // [kGroups, kGroup, head_dim], or unless products are fused, the same in bfloat16
+    Pair* const staged_;    // [kParts, head_dim / 2, 16], unless keys are read in place
+    bf16* const zeros_;     // [head_dim]
+    bf16* const weights_;   // [kGroups, kGroup, kTile]
+    float* const wide_;     // [kGroup, kTile], those of a group
     const Pair* keys_[kParts];
     int first_pair_ = 0, last_pair_ = 0;  // of those that some row sees
     Prefetch<bf16>* prefetch_ = nullptr;
@@ -359,26 +386,6 @@ struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// The compiler does not know that tile instructions access memory.
-inline void fence() { asm volatile("" ::: "memory"); }
-
-// Subnormal operands and results are zeros meanwhile, as those of tiles are.
-class FlushSubnormals {
-public:
-    FlushSubnormals() : before_(_mm_getcsr()) {
-        _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-        fence();
-    }
-    ~FlushSubnormals() {
-        fence();
-        _mm_setcsr(before_);
-    }
-    FlushSubnormals(const FlushSubnormals&) = delete;
-
-private:
-    const unsigned before_;
 };
 
 // Without a cache in pairs, scores are computed transposed, K q^T: so keys are read from the cache in place all the same,
@@ -449,8 +456,8 @@ public:
         if (multiplies_in_place()) {
             const FlushSubnormals meanwhile;
             return with_prefetch(*prefetch_, wide_ / 2, [&](const auto& step) {
-                by_rows(count, [&](auto rows, int row) {
-                    score_pairs<rows.kCount>(q + row * wide_ / 2, pairs_, wide_ / 2, s + row * kTile, step);
+                by_rows<PairSum::kRows>(0, count, [&](auto rows, int row) {
+                    score_pairs<PairSum, rows.kCount>(q + row * wide_ / 2, pairs_, wide_ / 2, s + row * kTile, step);
                 });
             });
         }
@@ -484,8 +491,8 @@ public:
             const FlushSubnormals meanwhile;
             const Pair* w = reinterpret_cast<const Pair*>(weights);
             return with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
-                by_rows(count, [&](auto rows, int row) {
-                    add_pairs<rows.kCount>(w + row * kTile / 2, values_, begin_ / 2, (end_ + 1) / 2, acc + row * padded_,
+                by_rows<PairSum::kRows>(0, count, [&](auto rows, int row) {
+                    add_pairs<PairSum, rows.kCount>(w + row * kTile / 2, values_, begin_ / 2, (end_ + 1) / 2, acc + row * padded_,
                                            padded_, step);
                 });
             });

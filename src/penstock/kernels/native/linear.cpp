@@ -50,6 +50,11 @@ PENSTOCK_EXPORT(void, linear_unpack)(const Linear* layer, uint16_t* out, int64_t
     });
 }
 
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+// Has products of pairs fused, or not, whichever is faster: the bits are the same.
+PENSTOCK_EXPORT(void, fuse_products)(int64_t fused) { penstock::ISA::products().fused = fused != 0; }
+#endif
+
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias. Rows of `out` are out_stride elements apart.
 PENSTOCK_EXPORT(void, linear)
 (const Linear* layer, const void* x, void* out, int64_t out_stride, int64_t rows, int64_t threads) {

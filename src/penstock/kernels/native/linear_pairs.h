@@ -4,7 +4,8 @@
 // is one AMX tile, and each of its rows is one AVX512 register.
 #pragma once
 
-#include "linear.h"
+#include "linear_fma.h"
+#include "pairs.h"
 
 #if defined(__AVX512BF16__)
 
@@ -55,15 +56,31 @@ struct Pairs {
     }
 };
 
-// x in the order [K / 2][rows][2]: the broadcasts of a step are adjacent for every K.
+#if !defined(__AMX_BF16__)
+
+using penstock::ISA::even_of;
+using penstock::ISA::odd_of;
+using penstock::ISA::with_products;
+
+// x in the order [K / 2][rows][2], or where products are fused as float32, [K][rows]: the broadcasts of a step are adjacent
+// for every K.
 struct DotPairs : Pairs {
     static constexpr int64_t kRows = 12;
     static constexpr int64_t kStepBytes = 128;
     static constexpr bool kWholeBlocks = false;
-    static int64_t x_bytes(int64_t rows, int64_t k) { return rows * padded_k(k) * 2; }
+    static bool fuses() { return penstock::ISA::fuses_products(); }
+    static int64_t x_bytes(int64_t rows, int64_t k) { return rows * padded_k(k) * (fuses() ? 4 : 2); }
 
     static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
-        Element* to = reinterpret_cast<Element*>(packed);
+        if (fuses())
+            Fma<BFloat>::pack_x(reinterpret_cast<const BFloat*>(x), packed, rows, k);
+        else
+            pack_pairs(x, reinterpret_cast<Element*>(packed), rows, k);
+        const int64_t used = fuses() ? rows * k * 4 : rows * round_up(k, 2) * 2;
+        memset(packed + used, 0, x_bytes(rows, k) - used);
+    }
+
+    static void pack_pairs(const Element* x, Element* to, int64_t rows, int64_t k) {
         int64_t row = 0;
         for (; row + 4 <= rows && k % 8 == 0; row += 4)
             for (int64_t at = 0; at < k; at += 8) transpose_four(x + row * k + at, k / 2, to + at * rows + row * 2, rows);
@@ -72,57 +89,80 @@ struct DotPairs : Pairs {
                 to[at * rows + row * 2] = x[row * k + at];
                 to[at * rows + row * 2 + 1] = at + 1 < k ? x[row * k + at + 1] : 0;
             }
-        const int64_t used = round_up(k, 2) * rows;
-        memset(to + used, 0, (padded_k(k) * rows - used) * sizeof(Element));
     }
 
     struct Session : Streams {
         explicit Session(int64_t) {}
     };
 
-    static void run(const Tile<Element>& tile) { dispatch<kRows>(tile); }
-
-    template <int kCount>
-    static void dispatch(const Tile<Element>& tile) {
-        if constexpr (kCount > 1)
-            if (tile.rows < kCount) return dispatch<kCount - 1>(tile);
-        accumulate<kCount>(tile);
+    static void run(const Tile<Element>& tile) {
+        alignas(64) float own[kRows * kPanel];
+        float* sums = tile.continues || tile.is_unfinished ? tile.sums : own;
+        with_products(fuses(), [&](auto fused) { dispatch<fused.value, kRows>(tile, sums); });
+        for (int64_t row = 0; row < tile.rows && !tile.is_unfinished; ++row)
+            store_row(tile, row, _mm512_load_ps(sums + row * kPanel), _mm512_load_ps(sums + row * kPanel + 16));
     }
 
-    template <int kCount>
-    static __attribute__((noinline)) void accumulate(const Tile<Element>& tile) {
+    template <bool kFused, int kCount>
+    static void dispatch(const Tile<Element>& tile, float* sums) {
+        if constexpr (kCount > 1)
+            if (tile.rows < kCount) return dispatch<kFused, kCount - 1>(tile, sums);
+        accumulate<kFused, kCount>(tile, sums);
+    }
+
+    template <bool kFused, int kCount>
+    static __attribute__((noinline)) void accumulate(const Tile<Element>& tile, float* sums) {
         __m512 low[kCount], high[kCount];
         for (int row = 0; row < kCount; ++row) {
-            low[row] = tile.continues ? _mm512_load_ps(tile.sums + row * kPanel) : _mm512_setzero_ps();
-            high[row] = tile.continues ? _mm512_load_ps(tile.sums + row * kPanel + 16) : _mm512_setzero_ps();
+            low[row] = tile.continues ? _mm512_load_ps(sums + row * kPanel) : _mm512_setzero_ps();
+            high[row] = tile.continues ? _mm512_load_ps(sums + row * kPanel + 16) : _mm512_setzero_ps();
         }
         const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
         const char* weight = tile.weight;
         Prefetch prefetch = tile.prefetch;
         for (int64_t step = 0; step < tile.k; step += 32, weight += 2048) {
-            for (int pair = 0; pair < 16; ++pair, x += kCount) {
+            for (int pair = 0; pair < 16; ++pair) {
                 prefetch.advance();
-                const __m512bh left = (__m512bh)_mm512_load_si512(weight + pair * 64);
-                const __m512bh right = (__m512bh)_mm512_load_si512(weight + 1024 + pair * 64);
-                for (int row = 0; row < kCount; ++row) {
-                    const __m512bh both = (__m512bh)_mm512_set1_epi32(x[row]);
-                    low[row] = _mm512_dpbf16_ps(low[row], both, left);
-                    high[row] = _mm512_dpbf16_ps(high[row], both, right);
-                }
+                const __m512i left = _mm512_load_si512(weight + pair * 64);
+                const __m512i right = _mm512_load_si512(weight + 1024 + pair * 64);
+                x = add_pair<kFused, kCount>(x, left, right, low, high);
             }
         }
         for (int row = 0; row < kCount; ++row) {
-            if (tile.is_unfinished) {
-                _mm512_store_ps(tile.sums + row * kPanel, low[row]);
-                _mm512_store_ps(tile.sums + row * kPanel + 16, high[row]);
-            } else {
-                store_row(tile, row, low[row], high[row]);
+            _mm512_store_ps(sums + row * kPanel, low[row]);
+            _mm512_store_ps(sums + row * kPanel + 16, high[row]);
+        }
+    }
+
+    // Adds the products of a pair of inputs by 16 and by 16 columns, and returns where the next pair of x is.
+    template <bool kFused, int kCount>
+    static PENSTOCK_INLINE const int32_t* add_pair(const int32_t* x, __m512i left, __m512i right, __m512 (&low)[kCount],
+                                                   __m512 (&high)[kCount]) {
+        if constexpr (!kFused) {
+            for (int row = 0; row < kCount; ++row) {
+                const __m512bh both = (__m512bh)_mm512_set1_epi32(x[row]);
+                low[row] = _mm512_dpbf16_ps(low[row], both, (__m512bh)left);
+                high[row] = _mm512_dpbf16_ps(high[row], both, (__m512bh)right);
             }
+            return x + kCount;
+        }
+        add_input(x + kCount, odd_of(left), odd_of(right), low, high);
+        add_input(x, even_of(left), even_of(right), low, high);
+        return x + 2 * kCount;
+    }
+
+    template <int kCount>
+    static PENSTOCK_INLINE void add_input(const int32_t* x, __m512 left, __m512 right, __m512 (&low)[kCount],
+                                          __m512 (&high)[kCount]) {
+        for (int row = 0; row < kCount; ++row) {
+            const __m512 value = (__m512)_mm512_set1_epi32(x[row]);
+            low[row] = multiply_add(value, left, low[row]);
+            high[row] = multiply_add(value, right, high[row]);
         }
     }
 };
 
-#if defined(__AMX_BF16__)
+#else
 
 // Tiles 0 to 3 accumulate 32 rows by 32 columns, 4 and 5 hold rows of x, 6 and 7 weights. x is packed as
 // [K / 32][tiles of 16 rows][16][32]; rows beyond x are computed from undefined values, and not stored.

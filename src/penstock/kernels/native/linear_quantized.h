@@ -731,8 +731,21 @@ struct PairUnits {
     static constexpr int kPanelsOfOneRow = 2;
 
     template <class Base, int kPanels, int kCount, int kKind, int kForm>
-    static __attribute__((noinline)) void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
-                                                     const Tile<typename Base::Element>* tiles) {
+    static void accumulate(const Quantization& quantization, const QuantizedPanel& panel,
+                           const Tile<typename Base::Element>* tiles) {
+        __m512 sums[kPanels][2][kCount];
+        with_products(Base::fuses(), [&](auto fused) {
+            sum_panels<Base, fused.value, kPanels, kCount, kKind, kForm>(quantization, panel, tiles, sums);
+        });
+        for (int number = 0; number < kPanels; ++number)
+            for (int row = 0; row < kCount; ++row)
+                Base::store_row(tiles[number], row, sums[number][0][row], sums[number][1][row]);
+    }
+
+    template <class Base, bool kFused, int kPanels, int kCount, int kKind, int kForm>
+    static __attribute__((noinline)) void sum_panels(const Quantization& quantization, const QuantizedPanel& panel,
+                                                     const Tile<typename Base::Element>* tiles,
+                                                     __m512 (&sums)[kPanels][2][kCount]) {
         const Table table = load_table<kKind>(quantization.codebook);
         const int64_t distance = panel.bytes();
         __m512 low[kPanels][kCount], high[kPanels][kCount];
@@ -745,7 +758,7 @@ struct PairUnits {
                 load_group(quantization, panel, header + number * distance, numbers[number]);
                 __builtin_prefetch(header.numbers + number * distance + tiles->prefetch.step, 0, 2);
             }
-            for (int64_t unit = 0; unit < count; ++unit, units += panel.unit_bytes, x += 8 * kCount) {
+            for (int64_t unit = 0; unit < count; ++unit, units += panel.unit_bytes) {
                 const char* ahead = units + tiles->prefetch.step;
                 each_pair(quantization, table, numbers, units, distance,
                           [&](int pair, int number, const Vector (&values)[kVectors]) {
@@ -753,19 +766,18 @@ struct PairUnits {
                               const int line = pair * kLines / 8;
                               if ((pair + 1) * kLines / 8 > line)
                                   __builtin_prefetch(ahead + number * distance + line * 64, 0, 2);
-                              const __m512bh left = (__m512bh)narrow<false>(values[0], values[1]);
-                              const __m512bh right = (__m512bh)narrow<false>(values[2], values[3]);
-                              for (int row = 0; row < kCount; ++row) {
-                                  const __m512bh both = (__m512bh)_mm512_set1_epi32(x[pair * kCount + row]);
-                                  low[number][row] = _mm512_dpbf16_ps(low[number][row], both, left);
-                                  high[number][row] = _mm512_dpbf16_ps(high[number][row], both, right);
-                              }
+                              const auto next = Base::template add_pair<kFused>(x, narrow<false>(values[0], values[1]),
+                                                                                narrow<false>(values[2], values[3]),
+                                                                                low[number], high[number]);
+                              if (number == kPanels - 1) x = next;
                           });
             }
         });
         for (int number = 0; number < kPanels; ++number)
-            for (int row = 0; row < kCount; ++row)
-                Base::store_row(tiles[number], row, low[number][row], high[number][row]);
+            for (int row = 0; row < kCount; ++row) {
+                sums[number][0][row] = low[number][row];
+                sums[number][1][row] = high[number][row];
+            }
     }
 };
 
