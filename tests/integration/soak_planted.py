@@ -3,12 +3,14 @@
 - layer: layer 3 flips the lowest bit of one number when request 2 reaches position 20;
 - weight: a bit of a packed weight of layer 4 is flipped after the checks at the start;
 - table: the same in the rotary table;
-- token: the tokens that request 1 gets are not those that were sampled.
+- token: the tokens that request 1 gets are not those that were sampled;
+- loss: request 1 gets no tokens.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +66,13 @@ def plant_in_tensor(choose: Any) -> None:
     worker.load_model = loaded
 
 
-def plant_in_tokens() -> None:
+def plant_in_tokens(change: Callable[[Sequence[int]], tuple[int, ...]]) -> None:
     step = engine_core.EngineCore.step
 
     def wrong(self: Any) -> Any:
         report = step(self)
         outputs = [
-            msgspec.structs.replace(each, new_token_ids=tuple(token_id ^ 1 for token_id in each.new_token_ids))
-            if each.request_id == "1"
-            else each
+            msgspec.structs.replace(each, new_token_ids=change(each.new_token_ids)) if each.request_id == "1" else each
             for each in report.outputs
         ]
         return msgspec.structs.replace(report, outputs=tuple(outputs))
@@ -89,7 +89,8 @@ def main(kind: str, folder: str) -> int:
                 lambda model: model.layers[4].feed_forward.down.own._apply._into._packed.packed
             ),
             "table": lambda: plant_in_tensor(lambda model: model.rotary),
-            "token": plant_in_tokens,
+            "token": lambda: plant_in_tokens(lambda token_ids: tuple(token_id ^ 1 for token_id in token_ids)),
+            "loss": lambda: plant_in_tokens(lambda token_ids: ()),
         }[kind]()
     return soak_run.main([folder])
 

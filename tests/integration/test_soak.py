@@ -81,6 +81,13 @@ def test_a_fault_in_one_layer_is_named(folders: Path, capsys: pytest.CaptureFixt
     assert first_difference(Recording.load(finding.reference), Recording.load(finding.folder)) == finding.place
 
 
+def test_a_request_without_its_tokens_is_named() -> None:
+    """All that the process has computed is equal."""
+    finding = run("tests.integration.soak_planted", "loss").finding
+    assert finding is not None
+    assert "request 1 ended too early: length" in finding.problem
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "named"), [("table", "rotary"), ("token", "token")])
 def test_other_faults_are_named(kind: str, named: str) -> None:

@@ -251,6 +251,16 @@ def test_connections_have_keepalive(server: SocketsTransport) -> None:
         assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
+@pytest.mark.parametrize("num_bytes", [-1, 2**62, 2**64 - 1])
+def test_a_server_with_an_impossible_memory_is_not_connected(server: SocketsTransport, num_bytes: int) -> None:
+    """Else the sums of offsets overflow when a transfer begins."""
+    server._listener._serve = lambda stream: stream.send(encode({"type": "answer", "num_bytes": num_bytes}))
+    client = endpoint()
+    with pytest.raises(PeerError, match="invalid Answer"):
+        client.connect(server.descriptor())
+    client.close()
+
+
 def test_connecting_to_a_silent_server_has_a_time_limit() -> None:
     client = endpoint()
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.cli.main import main
 from penstock.config.engine import EngineArgs, resolve
@@ -219,6 +221,20 @@ def test_a_token_lost_at_a_preemption_is_caught(monkeypatch: pytest.MonkeyPatch)
     assert results["in company"].agrees
     assert results["prefix hits"].agrees
     assert not results["preemption"].agrees
+
+
+def test_requests_that_fail_in_the_plain_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would fail in every row, so that all rows agree."""
+    path = shutil.copytree(resolve_model_path("demo"), tmp_path / "model")
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, file)
+    assert main(["verify", str(path), "--quick", "--max-tokens", "2"]) == 1
+    written = capsys.readouterr()
+    assert "FAILED" in written.out
+    assert "16 of 22 requests failed: no token can be drawn: the logits are not finite" in written.out
+    assert "Every token agrees" not in written.out
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ class FakeTier:
     """Keeps bytes in a dict. `outcome` decides for each key of a job whether it succeeds, when the job ends.
 
     A job ends in the `get_finished_jobs` that follows `num_delays` others. A failed load leaves random bytes in its
-    chunk.
+    chunk; the key is dropped, unless the tier `keeps_failed` ones.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class FakeTier:
         self.outcome = outcome
         self.num_delays = num_delays
         self.max_jobs = max_jobs
+        self.keeps_failed = False
         self.bytes: dict[OffloadKey, tuple[bytes, bytes | None]] = {}
         self.touched: list[OffloadKey] = []
         self.wait: Callable[[float], None] = lambda seconds: None
@@ -84,6 +85,8 @@ class FakeTier:
                 chunk[:] = data if is_good else random.randbytes(len(chunk))
                 if is_good:
                     successful[key] = attached
+                elif not self.keeps_failed:
+                    self.forget(key)
             elif self.outcome(key) and generation == self._generation and (job.job_id, key) not in self._forgotten:
                 if key not in self.bytes:
                     self._events.stored(key)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from penstock.kv_transfer.p2p.dialler import Dialler
+from penstock.kv_transfer.p2p.dialler import Dialler, threads
 from penstock.kv_transfer.p2p.messages import ReadJob, Shard
 from penstock.kv_transfer.p2p.moves import Mover, Read
 from penstock.kv_transfer.topology.planner import sources
@@ -92,6 +94,19 @@ def test_a_connection_that_could_not_be_made_is_made_again() -> None:
     dialler = Dialler(here, lambda connect: next(attempts))
     with pytest.raises(PeerError, match="nobody answers"):
         dialler.find(there.descriptor())
+    assert dialler.find(there.descriptor()) == there.peer_id
+
+
+def test_a_connection_for_which_there_is_no_thread_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = MemoryFabric(ManualClock())
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    dialler = Dialler(here, threads())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(PeerError, match="can't start new thread"):
+            dialler.find(there.descriptor())
+    dialler.find(there.descriptor())
+    assert dialler._peers[there.descriptor()].result(10) == there.peer_id
     assert dialler.find(there.descriptor()) == there.peer_id
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -334,6 +335,31 @@ def test_shutdown_drops_waiting_stores_and_waits_for_running_ones(tmp_path: Path
     assert [file.name for file in files(tmp_path)] == [file_of(tmp_path, 1).name]
 
 
+def test_what_was_forgotten_is_not_found_after_a_restart(tmp_path: Path, monkeypatch) -> None:
+    """Though the engine ends before the files could be deleted, and while one is being written."""
+    disk = Disk(tmp_path, num_threads=1)
+    disk.store(1, 2)
+    has_begun, goes_on = threading.Event(), threading.Event()
+    write = chunk_file.ChunkFolder.write
+
+    def write_slowly(*args: object) -> None:
+        has_begun.set()
+        assert goes_on.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(chunk_file.ChunkFolder, "write", write_slowly)
+    disk.submit([make_key(3), make_key(4)], is_promotion=False)
+    assert has_begun.wait(10)
+    disk.tier.forget(make_key(1))
+    disk.tier.reset()
+    disk.tier.check_integrity()
+    *_, last = disk.tier._tasks
+    last.add_done_callback(lambda _future: goes_on.set())
+    disk.tier.shutdown()
+    assert files(tmp_path) == []
+    assert Disk(tmp_path).present(range(5)) == []
+
+
 def test_a_file_is_not_evicted_while_it_is_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_files=1)
     disk.store(1)
@@ -480,6 +506,24 @@ def test_a_file_that_could_not_be_opened_stays(
         assert disk.load([1]) == set()
     assert disk.load([1]) == (keys(1) if is_found else set())
     assert len(files(tmp_path)) == 1
+    assert Disk(tmp_path).load([1]) == keys(1)
+
+
+@pytest.mark.parametrize(("code", "is_found"), [(errno.EMFILE, True), (errno.EACCES, False)])
+def test_a_promotion_that_could_not_open_a_file_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_found: bool
+) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1)
+    manager = OffloadingManager(1, LRUPolicy(), [disk.tier])
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "open", Mock(side_effect=OSError(code, os.strerror(code))))
+        assert manager.promote([make_key(1)]) == 1
+        disk.tier.drain_jobs()
+        manager.poll()
+    assert manager.lookup(make_key(1)) is LookupResult.MISS
+    assert disk.present([1]) == [1] * is_found
+    manager.shutdown()
     assert Disk(tmp_path).load([1]) == keys(1)
 
 

@@ -286,6 +286,21 @@ def test_blocks_outside_of_a_window_are_neither_stored_nor_loaded() -> None:
     assert scheduler.get_num_new_matched_tokens(third, 0) == NO_MATCH
 
 
+def test_a_prompt_without_a_window_is_not_looked_up_length_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 64 blocks lacks one for all lengths but the shortest: each block is looked at a few times at most."""
+    manager, num_blocks = OffloadingManager(2000, LRUPolicy()), 800
+    window = KVCacheSpec.keys_and_values(1, 1, "float32", sliding_window=256)
+    scheduler = make_scheduler(manager, groups=(SPEC, window))
+    request = add_request(scheduler, "r", num_blocks)
+    keys = [((0, block_hash), place) for place, block_hash in enumerate(request.block_hashes)]
+    for key, _ in manager.prepare_store([*keys, *(((1, key[1]), place) for key, place in keys[:3])]):
+        manager.complete_store(key, None, success=True)
+    looked_up, lookup = list[Any](), manager.lookup
+    monkeypatch.setattr(manager, "lookup", lambda key: looked_up.append(key) or lookup(key))
+    assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 4 * 3
+    assert len(looked_up) < 10 * num_blocks
+
+
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     scheduler = make_scheduler(OffloadingManager(9, LRUPolicy()))
     store(scheduler, add_request(scheduler, "first", 2), 2)
@@ -366,6 +381,47 @@ def test_a_request_that_waits_does_not_look_at_all_its_blocks_again(monkeypatch:
     scheduler.update_connector_output(KVConnectorOutput())
     assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 32
     begin_load(scheduler, request, (tuple(range(1, 9)),), end=32)  # asks again: there were no free blocks
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_chunks", "num_tokens"), [((SPEC, SPEC), 16, 24), ((SPEC, SPEC), 8, 0), ((SPEC, WINDOW), 10, 0)]
+)
+def test_the_groups_of_a_prompt_larger_than_memory_do_not_evict_each_other(
+    groups: tuple[KVCacheSpec, ...], num_chunks: int, num_tokens: int
+) -> None:
+    """Else each would be read from the disk again and again, until the request has waited too long."""
+    tier = FakeTier(OffloadRegion(num_chunks, CHUNK_BYTES))
+    manager = OffloadingManager(num_chunks, LRUPolicy(), [tier])
+    scheduler = make_scheduler(manager, groups=groups)
+    request = add_request(scheduler, "r", 10)
+    for group in range(len(groups)):
+        tier.bytes.update({(group, block_hash): (bytes(CHUNK_BYTES), None) for block_hash in request.block_hashes})
+    for _ in range(3):
+        found = scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_connector_output(KVConnectorOutput())
+    assert found != PENDING
+    assert found.num_tokens == num_tokens
+    assert scheduler.counters()["num_promoted"] <= num_chunks
+    scheduler.check_integrity()
+
+
+def test_a_request_awaits_once_what_a_tier_cannot_read_now() -> None:
+    tier = FakeTier(OffloadRegion(9, CHUNK_BYTES), outcome=lambda key: key != make_key(2))
+    tier.keeps_failed = True
+    manager = OffloadingManager(9, LRUPolicy(), [tier])
+    scheduler = make_scheduler(manager)
+    for number in range(4):
+        tier.bytes[make_key(number)] = (bytes(CHUNK_BYTES), None)
+    request = add_request(scheduler, "r", 4)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
+    scheduler.update_connector_output(KVConnectorOutput())
+    assert scheduler.get_num_new_matched_tokens(request, 8) == NO_MATCH
+    begin_load(scheduler, request, ((1, 2),), end=8)
+    tier.outcome = lambda key: True
+    other = add_request(scheduler, "other", 4)
+    assert scheduler.get_num_new_matched_tokens(other, 0) == PENDING
+    scheduler.update_connector_output(KVConnectorOutput())
+    assert scheduler.get_num_new_matched_tokens(other, 0).num_tokens == 16
 
 
 def test_what_a_hung_tier_has_is_computed_after_one_request_has_waited() -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
+from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.engine.build import build_engine
 from penstock.engine.engine_core import EngineCore
 from penstock.frontend.front_end import build_front_end
+from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.models.mtp import has_mtp
 from penstock.models.sources.opening import open_weights
@@ -94,11 +96,8 @@ def verify(
 
 
 def _has_mtp(config: EngineConfig) -> bool:
-    source = open_weights(config.model.path, config.load_format, quantization=config.model.quantization)
-    try:
+    with closing(open_weights(config.model.path, config.load_format, quantization=config.model.quantization)) as source:
         return has_mtp(config.model, source)
-    finally:
-        source.close()
 
 
 def _run_row(
@@ -117,6 +116,10 @@ def _run_row(
                 difference = difference or _compare(cases, expected or answers, answers)
                 if row.forgets:
                     engine.forget()
+        # All rows would agree on requests that fail in each of them. A vocabulary may lack what a grammar needs.
+        pairs = zip(cases, answers, strict=True)
+        failed = [each.ending for case, each in pairs if each.ending != FinishReason.LENGTH and not case.is_structured]
+        problem = f"{len(failed)} of {len(cases)} requests failed: {failed[0]}" if failed and expected is None else ""
     except (ConfigError, EngineDeadError) as error:
         problem = str(error)
     signs = [sign(seen) for sign in row.signs]
@@ -174,7 +177,9 @@ class _Engine:
         self, cases: Sequence[Case], seen: Seen, is_together: bool, on_progress: Progress, run: int
     ) -> list[Answer]:
         """Runs all cases to their ends, and adds the observed events to `seen`."""
-        _check_room(self._limits, cases)
+        longest = max(case.num_tokens for case in cases)
+        if longest > self._limits.max_model_len:
+            raise ConfigError(f"requests of {longest} tokens do not fit max_model_len={self._limits.max_model_len}")
         done, total = run * len(cases), self._row.repeat * len(cases)
         answers = {case.request.request_id: Answer() for case in cases}
         num_at_once = self._limits.max_num_queued_requests if is_together else 1
@@ -187,16 +192,10 @@ class _Engine:
         seen.num_loaded_tokens = stats.remote_kv.num_tokens
         seen.speculation = stats.speculation
         seen.num_replayed = stats.num_graph_replays
-        seen.num_structured = sum(case.is_structured for case in cases)
-        budget = self._limits.max_num_batched_tokens
-        seen.num_cut = sum(len(case.request.prompt_token_ids) > budget for case in cases)
+        constrained = [case.request for case in cases if case.is_structured]
+        seen.num_structured = sum(bool(answers[each.request_id].token_ids) for each in constrained)
+        seen.num_cut = sum(len(case.request.prompt_token_ids) > self._limits.max_num_batched_tokens for case in cases)
         return list(answers.values())
-
-
-def _check_room(limits: SchedulerConfig, cases: Sequence[Case]) -> None:
-    longest = max(case.num_tokens for case in cases)
-    if longest > limits.max_model_len:
-        raise ConfigError(f"requests of {longest} tokens do not fit max_model_len={limits.max_model_len}")
 
 
 def drive(

@@ -86,8 +86,10 @@ def _run(core: EngineCore, plan: Plan, each: Round, watch: Watch) -> None:
         pass
     core.check_integrity()
     for number in each.order:
-        last = len(plan.prompts[number]) - 1
-        for offset, token_id in enumerate(answers[str(number)].token_ids):
+        answer, last = answers[str(number)], len(plan.prompts[number]) - 1
+        # Only what both processes have recorded is compared.
+        assert len(answer.token_ids) == plan.max_tokens, f"request {number} ended too early: {answer.ending}"
+        for offset, token_id in enumerate(answer.token_ids):
             watch.add_token(number, last + offset, token_id)
 
 

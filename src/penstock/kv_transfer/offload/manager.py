@@ -166,7 +166,7 @@ class OffloadingManager:
         self._chunks: dict[OffloadKey, _Chunk] = {}
         self._writers: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
-        self._jobs: dict[int, tuple[TransferJob, SecondaryTierManager]] = {}
+        self._jobs: dict[int, TransferJob] = {}
         self._next_job_id = 0
         # Chunks in jobs: True are promotions, False cascades.
         self._num_in_flight = Counter[bool]()
@@ -194,12 +194,12 @@ class OffloadingManager:
         for tier in self._tiers:
             tier.touch(keys)
 
-    def promote(self, keys: Sequence[OffloadKey], first_place: int = 0) -> int:
+    def promote(self, keys: Sequence[OffloadKey], first_place: int = 0, protected: Collection[OffloadKey] = ()) -> int:
         """Starts to promote keys, each from the first tier that has it.
 
         `keys` are consecutive blocks of one prompt, at least one, the first at `first_place`. Returns how many of
         them, from the head, are now here or being promoted; it stops where no tier has the key, where no chunk can be
-        freed, or at the limit of concurrent promotions.
+        freed, or at the limit of concurrent promotions. Neither they nor the `protected` keys are evicted for it.
         """
         room = self._room(keys[0])
         wanted: dict[OffloadKey, tuple[int, SecondaryTierManager]] = {}
@@ -212,7 +212,7 @@ class OffloadingManager:
             wanted[key] = (place, tier)
         moment = room.policy.refresh([key for key in keys if self.lookup(key) is LookupResult.HIT])
         coming: dict[SecondaryTierManager, list[OffloadKey]] = {}
-        chunk_ids = self._allocate(room, len(wanted), set(keys))
+        chunk_ids = self._allocate(room, len(wanted), {*keys, *protected})
         for (key, (place, tier)), chunk_id in zip(wanted.items(), chunk_ids, strict=False):
             self._chunks[key] = _Chunk(chunk_id, place, moment, ChunkState.PROMOTING)
             coming.setdefault(tier, []).append(key)
@@ -319,10 +319,10 @@ class OffloadingManager:
                 if result.job_id not in self._jobs:
                     self._counts["num_unknown_results"] += 1
                     continue
-                job, of_tier = self._jobs.pop(result.job_id)
+                job = self._jobs.pop(result.job_id)
                 self._num_in_flight[job.is_promotion] -= len(job.keys)
                 if job.is_promotion:
-                    self._on_promoted(job, of_tier, result)
+                    self._on_promoted(job, result)
                 else:
                     self._on_cascaded(job, result)
 
@@ -402,18 +402,16 @@ class OffloadingManager:
         self._next_job_id += 1
         if not (tier.submit_load(job) if is_promotion else tier.submit_store(job)):
             return False
-        self._jobs[job.job_id] = job, tier
+        self._jobs[job.job_id] = job
         self._num_in_flight[is_promotion] += len(keys)
         return True
 
-    def _on_promoted(self, job: TransferJob, tier: SecondaryTierManager, result: JobResult) -> None:
+    def _on_promoted(self, job: TransferJob, result: JobResult) -> None:
         digests = dict(zip(result.successful_keys, result.digests, strict=True))
         for key in job.keys:
             chunk = self._chunks[key]
             if key not in digests:
                 self._counts["num_promotions_failed"] += 1
-                # Even if the tier disagrees, the next lookup must be a miss, or a request would ask forever.
-                tier.forget(key)
             if chunk.state is ChunkState.PROMOTING and key in digests:
                 self._counts["num_promoted"] += 1
                 self._make_ready(key, chunk, digests[key])
@@ -474,7 +472,7 @@ class OffloadingManager:
             assert chunk_ids == list(room.chunk_ids), chunk_ids
         pins = Counter(self._writers) + self._loads
         num_in_flight = Counter[bool]()
-        for job, _ in self._jobs.values():
+        for job in self._jobs.values():
             num_in_flight[job.is_promotion] += len(job.keys)
             pins.update(job.keys)
             places = tuple(self._chunks[key].chunk_id for key in job.keys)

@@ -98,7 +98,9 @@ class _Request:
     num_offered_blocks: int = 0
     promoting_since: float | None = None
     # Keys that have not come yet, the tokens that the request had computed then, and since when it awaits these keys.
-    awaited: tuple[tuple[OffloadKey, ...], int, float] | None = None
+    awaited: tuple[tuple[OffloadKey, ...], int, float] = ((), 0, 0.0)
+    # Keys that did not come. A tier may still have them, but the request could await them forever.
+    lost: set[OffloadKey] = field(default_factory=set[OffloadKey])
     # The keys of blocks of tokens, and those of states.
     prompts: tuple[Prompt, Prompt] = field(default_factory=lambda: (Prompt(), Prompt()))
 
@@ -206,19 +208,21 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         size, state = self._cache.block_size, self._requests[request.request_id]
-        awaited, state.awaited = state.awaited, None
-        if awaited is not None and awaited[1] == num_computed_tokens and self._is_pending(awaited[0][-1]):
+        awaited, state.awaited = state.awaited, ((), 0, 0.0)
+        if awaited[0] and awaited[1] == num_computed_tokens and self._is_pending(awaited[0][-1]):
             state.awaited = awaited
             return PENDING  # without a look at all blocks in every step
+        state.lost.update(key for key in awaited[0] if self._manager.lookup(key) is LookupResult.MISS)
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
         if state.max_load_blocks is not None:
             most = min(most, first + state.max_load_blocks - state.num_loaded_blocks)
-        length = self._longest(request.block_hashes, first, most, self._will_be_here)
+        length = self._longest(request.block_hashes, first, most, lambda k: k not in state.lost and self._will_come(k))
         keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
         if keys and self._is_worth_it(state, keys, length - first):
             for start, of_group in self._needed(request.block_hashes, first, length):
                 if of_group:
-                    self._manager.promote(of_group, self._place(of_group[0][0], start))
+                    # The groups' keys are of use only together: none makes room for another one's.
+                    self._manager.promote(of_group, self._place(of_group[0][0], start), keys)
             if pending := tuple(filter(self._is_pending, keys)):
                 state.awaited = pending, num_computed_tokens, self._clock.now()
                 if state.promoting_since is None:
@@ -243,7 +247,7 @@ class OffloadingScheduler(NullSchedulerConnector):
     def _is_pending(self, key: OffloadKey) -> bool:
         return self._manager.lookup(key) is LookupResult.PENDING
 
-    def _will_be_here(self, key: OffloadKey) -> bool:
+    def _will_come(self, key: OffloadKey) -> bool:
         return self._is_pending(key) or self._manager.medium_of(key) is not None
 
     def _longest(self, hashes: Sequence[bytes], first: int, most: int, has: Callable[[OffloadKey], bool]) -> int:
@@ -261,7 +265,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             ]
             if not missing:
                 break
-            length -= 1
+            length = min(missing)  # the windows of all lengths between contain it
         return length
 
     def _first_needed(self, group: int, num_blocks: int) -> int:
@@ -279,8 +283,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             return True
         media = {self._manager.medium_of(key) or MEDIUM_CPU for key in keys}
         slowest = next((medium for medium in media if medium != MEDIUM_CPU), MEDIUM_CPU)
-        num_tokens = num_blocks * self._cache.block_size
-        return self._rules.costs.should_load(slowest, num_tokens, self._num_bytes(keys))
+        return self._rules.costs.should_load(slowest, num_blocks * self._cache.block_size, self._num_bytes(keys))
 
     def _num_bytes(self, keys: Iterable[OffloadKey]) -> int:
         return sum(self._cache.block_bytes(group) for group, _ in keys)
@@ -313,7 +316,7 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def cancel_load(self, request: RequestView) -> None:
         awaited = self._requests[request.request_id].awaited
-        if awaited is not None and self._clock.now() - awaited[2] > _STALLED_SECONDS:
+        if self._clock.now() - awaited[2] > _STALLED_SECONDS:
             self._manager.give_up(awaited[0])
         for load in self._ledger:
             if isinstance(load, _Load) and load.transfer_id.number == request.hold_id.number:

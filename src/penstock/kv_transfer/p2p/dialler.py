@@ -32,16 +32,15 @@ class Dialler:
 
     def find(self, descriptor: bytes) -> PeerId | None:
         """Returns the peer, None while it is being connected. Raises PeerError if that fails; the next call retries."""
-        if descriptor not in self._peers:
-            self._peers[descriptor] = self._background(lambda: self._transport.connect(descriptor))
-        future = self._peers[descriptor]
-        if not future.done():
-            return None
         try:
-            self._connected[descriptor] = future.result()
-        except PeerError:
+            if descriptor not in self._peers:
+                self._peers[descriptor] = self._background(lambda: self._transport.connect(descriptor))
+            if not self._peers[descriptor].done():
+                return None
+            self._connected[descriptor] = self._peers[descriptor].result()
+        except (PeerError, RuntimeError) as error:  # RuntimeError: the system has no more threads
             self.forget(descriptor)
-            raise
+            raise PeerError(str(error)) from error
         return self._connected[descriptor]
 
     def forget(self, descriptor: bytes) -> None:

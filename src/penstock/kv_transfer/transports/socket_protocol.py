@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
@@ -84,7 +84,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """`refusal` is the reason if the server refuses, else empty. `num_bytes` is the size of its memory."""
 
     refusal: str = ""
-    num_bytes: int = 0
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
 
 
 encode = msgspec.msgpack.encode

@@ -12,8 +12,8 @@ Threading: every method is called on the scheduler's thread, and only `drain_job
 moves bytes on its own threads, which are not visible outside.
 
 Failure: no method raises for external errors (a full disk, a lost peer, a damaged file). The error is counted in
-`stats`, logged once per kind, and the keys are reported as not successful. A key whose load failed must not be found by
-the next `lookup`, or a request would ask for it forever.
+`stats`, logged once per kind, and the keys are reported as not successful. A key whose load failed is found by the next
+`lookup` only if a later load may succeed.
 
 Implementors must not use a job's chunks after its end, call back into the manager, or have unbounded queues.
 """
@@ -173,5 +173,5 @@ class SecondaryTierManager(Protocol):
     def stats(self) -> TierStats: ...
 
     def shutdown(self) -> None:
-        """Ends the threads. Stores that have not begun are dropped; no partial chunk can be found later."""
+        """Ends the threads. Stores that have not begun are dropped; no partial or forgotten chunk is found later."""
         ...

@@ -204,6 +204,8 @@ class DiskTier:
     def shutdown(self) -> None:
         for pool in (self._loaders, self._storers):
             pool.shutdown(wait=True, cancel_futures=True)
+        # What was forgotten must not be found after a restart.
+        self._remove_files(tuple(self._doomed))
 
     def _adopt_found(self) -> None:
         found = [each for folder in self._folders for each in folder.take_found() if self._folder(each.key) is folder]
@@ -270,10 +272,10 @@ class DiskTier:
     def _delete(self, keys: Iterable[OffloadKey]) -> None:
         """Deletes the files of keys in the index, or of busy keys that have exclusive use of their file now."""
         task = _Delete(tuple(keys))
-        for key in task.keys:
-            if key in self._index:
-                self._remove_from_index(key)
-            self._busy.add(key)
+        for key in [key for key in task.keys if key in self._index]:
+            self._remove_from_index(key)
+        self._busy.update(task.keys)
+        self._doomed.update(task.keys)
         if task.keys:
             self._start(self._storers, task, lambda: self._remove_files(task.keys))
 
