@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -245,3 +246,21 @@ def test_every_head_has_the_bits_of_its_own_layer(
             for head in range(heads):
                 assert torch.equal(found[head], make(isa, weight[head])(x[head]))
     assert torch.equal(layer.dense_weight(), weight)
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="this processor has no dot products of pairs")
+def test_the_faster_products_of_pairs_are_chosen() -> None:
+    fuse = native.library_for("avx512_bf16").function("fuse_products", "n", "n")
+    native.set_num_threads(1)
+    layer = make("avx512_bf16", values(2048, 1024, dtype=torch.bfloat16, seed=0))
+    x, out = values(24, 1024, dtype=torch.bfloat16, seed=1), torch.empty(24, 2048, dtype=torch.bfloat16)
+    chosen, seconds = fuse(-1), [float("inf"), float("inf")]
+    for fused in (0, 1) * 30:
+        fuse(fused)
+        assert fuse(-1) == fused
+        started = time.perf_counter()
+        layer.into(x, out)
+        seconds[fused] = min(seconds[fused], time.perf_counter() - started)
+    fuse(chosen)
+    slower, faster = max(seconds), min(seconds)
+    assert seconds[chosen] == faster or slower < 1.4 * faster

@@ -51,8 +51,13 @@ PENSTOCK_EXPORT(void, linear_unpack)(const Linear* layer, uint16_t* out, int64_t
 }
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-// Has products of pairs fused, or not, whichever is faster: the bits are the same.
-PENSTOCK_EXPORT(void, fuse_products)(int64_t fused) { penstock::ISA::products().fused = fused != 0; }
+// Returns whether products of pairs are fused, and has them fused or not from now on, unless `fused` is negative.
+PENSTOCK_EXPORT(int64_t, fuse_products)(int64_t fused) {
+    bool& chosen = penstock::ISA::products().fused;
+    const bool before = chosen;
+    if (fused >= 0) chosen = fused != 0;
+    return before;
+}
 #endif
 
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias. Rows of `out` are out_stride elements apart.

@@ -39,20 +39,22 @@ PENSTOCK_INLINE Register odd_of(__m512i pairs) {
 template <bool kFused>
 __attribute__((noinline)) uint64_t cycles_of_products() {
     constexpr int kSums = 12;  // as many as hide the time that one takes
-    Register sums[kSums];
-    for (auto& sum : sums) sum = spread(0);
+    Register sums[kSums]{};
     const Register x = spread(0);
     uint64_t shortest = ~uint64_t{0};
     for (int trial = 0; trial < 16; ++trial) {
         const uint64_t start = __builtin_ia32_rdtsc();
-        for (int i = 0; i < 64; ++i)
-            for (auto& sum : sums) {
+        for (int i = 0; i < 64; ++i) {
+#pragma GCC unroll 12
+            for (int number = 0; number < kSums; ++number) {
+                Register& sum = sums[number];
                 if constexpr (kFused)
                     sum = multiply_add(x, x, multiply_add(x, x, sum));
                 else
                     sum = _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x);
-                asm("" : "+v"(sum));
+                asm volatile("" : "+v"(sum));
             }
+        }
         const uint64_t cycles = __builtin_ia32_rdtsc() - start;
         shortest = cycles < shortest ? cycles : shortest;
     }
