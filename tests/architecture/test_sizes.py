@@ -22,7 +22,7 @@ PARAMETER_WAIVERS = {
 BUDGETS = {
     "attention": 372,
     "audit": 947,
-    "cli": 1656,
+    "cli": 1654,
     "config": 3915,
     "core": 1996,
     "engine": 993,
@@ -40,10 +40,10 @@ BUDGETS = {
     "penstock": 49,
     "router": 2461,
     "runner": 2877,
-    "server": 4674,
+    "server": 4675,
     "simulation": 3782,
     "tokenizer": 350,
-    "utils": 719,
+    "utils": 721,
     "verify": 783,
     "worker": 650,
 }

@@ -22,8 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collects the sockets in the test that has made them."""
+    """Collects the sockets in the test that has made them, though a server leaves less to the collector."""
+    before = gc.get_threshold()
     yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
     gc.collect()
 
 
@@ -91,3 +94,21 @@ def test_both_ports_cannot_be_the_same() -> None:
     for ports in ({"port": 65536}, {"admin_port": -1}):
         with pytest.raises(ConfigError, match="port and admin_port must be between 0 and 65535"):
             ServerArgs(**ports).check()
+
+
+def test_little_is_collected_once_the_model_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def shut_down() -> None: ...
+
+    async def start(**_: Any) -> SimpleNamespace:
+        return SimpleNamespace(info=None, shutdown=shut_down)
+
+    def make_service(*_: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(run.AsyncLLM, "start", start)
+    monkeypatch.setattr(run, "_make_service", make_service)
+    before = gc.get_threshold()
+    with pytest.raises(LoadedError):
+        asyncio.run(serve(ServerArgs(port=free_port())))
+    assert gc.get_freeze_count() > 0
+    assert gc.get_threshold()[0] > before[0]

@@ -10,7 +10,7 @@ from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_end_at_once
-from penstock.utils.machine import allow_open_files
+from penstock.utils.machine import allow_open_files, collect_rarely
 
 if TYPE_CHECKING:
     from penstock.router.service import Listening, RouterConfig
@@ -20,7 +20,6 @@ One address for several engines. Instances of --serve compute whole requests,
 those of --prefill the prompts and those of --decode the answers of the others."""
 
 _EVENTS = "URL,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT] follows KV events, for each of the three"
-_GC_THRESHOLD = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
     with interrupts_end_at_once():
         # Imported here: the help text needs none of it.
         import asyncio
-        import gc
 
         import uvloop
 
@@ -102,9 +100,7 @@ def run(args: argparse.Namespace) -> int:
         if router.admin_url:
             announce(f"Administration and status at {router.admin_url}")
 
-    # Modules live until the end, and requests leave few cycles: the collector has little to find in either.
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+    collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(route(config, on_listening))
     return 0

@@ -27,6 +27,7 @@ from penstock.utils import logging
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.hosts import in_url
+from penstock.utils.machine import collect_rarely
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -85,6 +86,7 @@ async def serve(
     app, llm = await asyncio.gather(asyncio.to_thread(importlib.import_module, "penstock.server.app"), starting)
     try:
         on_loaded(llm.info)
+        collect_rarely()
         service = _make_service(llm, args, names, metrics, rates)
         await _load_loras(service)
         servers = {public: _make_server(app.create_app(service), args)}
