@@ -286,12 +286,12 @@ public:
     }
 
     void set_queries(int group, const bf16* const* rows, int count) {
-        for (int row = group * kGroup; row < group * kGroup + count; ++row) {
-            const bf16* const from = rows[row % kGroup];
+        float* const to = queries_ + group * kGroup * dim_;
+        for (int row = 0; row < count; ++row) {
             if (fuses(count))
-                widen_row(from, dim_, queries_ + row * dim_);
+                widen_row(rows[row], dim_, to + row * dim_);
             else
-                std::memcpy(reinterpret_cast<bf16*>(queries_) + row * dim_, from, dim_ * sizeof(bf16));
+                std::memcpy(reinterpret_cast<bf16*>(to) + row * dim_, rows[row], dim_ * sizeof(bf16));
         }
     }
 
@@ -311,7 +311,7 @@ public:
     void scores(int group, int count, float* s) const {
         with_products(fuses(count), [&](auto fused) {
             using Sum = PairSum<fused.value>;
-            const auto q = reinterpret_cast<const typename Sum::Input*>(queries_) + group * kGroup * dim_ / 2;
+            const auto q = reinterpret_cast<const typename Sum::Input*>(queries_ + group * kGroup * dim_);
             with_prefetch(*prefetch_, dim_ / 2, [&](const auto& step) {
                 by_rows<Sum::kRows>(0, count, [&](auto rows, int row) {
                     score_pairs<Sum, rows.kCount>(q + row * dim_ / 2, keys_, dim_ / 2, s + row * kTile, step);
@@ -369,7 +369,7 @@ private:
     const int64_t dim_, padded_;
     const bool in_pairs_;
     ValuePairs values_;
-    float* const queries_;  // [kGroups, kGroup, head_dim], or unless products are fused, the same in bfloat16
+    float* const queries_;  // [kGroups, kGroup, head_dim]; of a group whose products are not fused, in bfloat16
     Pair* const staged_;    // [kParts, head_dim / 2, 16], unless keys are read in place
     bf16* const zeros_;     // [head_dim]
     bf16* const weights_;   // [kGroups, kGroup, kTile]
