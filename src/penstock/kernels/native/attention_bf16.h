@@ -194,8 +194,8 @@ struct Rows {
     static constexpr int kCount = N;
 };
 
-// Calls f(Rows, first row) until all rows from `row` to `count` are done, kMost of them at a time while there are as many; but
-// eight are twice four.
+// Calls f(Rows, first row) until all rows from `row` to `count` are done, kMost of them at a time while there are as many;
+// but eight are twice four.
 template <int kMost, class F>
 inline void by_rows(int row, int count, const F& f) {
     for (; row + kMost <= count && (kMost <= 4 || count - row != 8); row += kMost) f(Rows<kMost>(), row);
@@ -332,7 +332,7 @@ public:
             with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
                 by_rows<Sum::kRows>(0, count, [&](auto rows, int row) {
                     add_pairs<Sum, rows.kCount>(w + row * kTile / 2, values_, first_pair_, last_pair_,
-                                                          acc + row * padded_, padded_, step);
+                                                acc + row * padded_, padded_, step);
                 });
             });
         });
@@ -492,8 +492,8 @@ public:
             const Pair* w = reinterpret_cast<const Pair*>(weights);
             return with_prefetch(*prefetch_, kTile / 2 * ((padded_ + 63) / 64), [&](const auto& step) {
                 by_rows<PairSum::kRows>(0, count, [&](auto rows, int row) {
-                    add_pairs<PairSum, rows.kCount>(w + row * kTile / 2, values_, begin_ / 2, (end_ + 1) / 2, acc + row * padded_,
-                                           padded_, step);
+                    add_pairs<PairSum, rows.kCount>(w + row * kTile / 2, values_, begin_ / 2, (end_ + 1) / 2,
+                                                    acc + row * padded_, padded_, step);
                 });
             });
         }
