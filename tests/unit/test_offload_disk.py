@@ -309,9 +309,9 @@ def test_a_file_gets_its_name_after_its_bytes_are_on_the_medium(tmp_path: Path, 
     assert calls == [("fsync", number), ("replace", number)]
 
 
-def test_shutdown_drops_waiting_stores_and_waits_for_running_ones(tmp_path: Path, monkeypatch) -> None:
-    disk = Disk(tmp_path, num_threads=1)
-    has_begun, goes_on, is_dropped = threading.Event(), threading.Event(), threading.Event()
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Returns an event that is set when a chunk is about to be written, and one that this waits for."""
+    has_begun, goes_on = threading.Event(), threading.Event()
     write = chunk_file.ChunkFolder.write
 
     def write_slowly(*args: object) -> None:
@@ -320,6 +320,13 @@ def test_shutdown_drops_waiting_stores_and_waits_for_running_ones(tmp_path: Path
         write(*args)
 
     monkeypatch.setattr(chunk_file.ChunkFolder, "write", write_slowly)
+    return has_begun, goes_on
+
+
+def test_shutdown_drops_waiting_stores_and_waits_for_running_ones(tmp_path: Path, monkeypatch) -> None:
+    disk = Disk(tmp_path, num_threads=1)
+    has_begun, goes_on = hold_writes(monkeypatch)
+    is_dropped = threading.Event()
     disk.submit([make_key(1), make_key(2)], is_promotion=False)
     assert has_begun.wait(10)
     *_, waiting = disk.tier._tasks
@@ -339,15 +346,7 @@ def test_what_was_forgotten_is_not_found_after_a_restart(tmp_path: Path, monkeyp
     """Though the engine ends before the files could be deleted, and while one is being written."""
     disk = Disk(tmp_path, num_threads=1)
     disk.store(1, 2)
-    has_begun, goes_on = threading.Event(), threading.Event()
-    write = chunk_file.ChunkFolder.write
-
-    def write_slowly(*args: object) -> None:
-        has_begun.set()
-        assert goes_on.wait(10)
-        write(*args)
-
-    monkeypatch.setattr(chunk_file.ChunkFolder, "write", write_slowly)
+    has_begun, goes_on = hold_writes(monkeypatch)
     disk.submit([make_key(3), make_key(4)], is_promotion=False)
     assert has_begun.wait(10)
     disk.tier.forget(make_key(1))

@@ -1,4 +1,5 @@
-// Engines for bfloat16 on processors that multiply pairs of it: AVX512-BF16 dot products, and AMX tiles.
+// Engines for bfloat16 on processors that multiply pairs of it: AVX512-BF16 dot products, or fused operations with the same
+// bits (pairs.h), and AMX tiles.
 //
 // Both read keys as pairs of adjacent dimensions, for 16 keys side by side, and values as pairs of the adjacent keys 2i and
 // 2i + 1, for all dimensions side by side. A cache in pairs (kv_rows.h) stores them so; of other caches, pairs are made

@@ -1,4 +1,5 @@
-// bfloat16 layers on processors that multiply pairs: AVX512-BF16's dot products and AMX's tiles.
+// bfloat16 layers on processors that multiply pairs: AVX512-BF16's dot products, or fused
+// operations with the same bits (pairs.h), and AMX's tiles.
 //
 // A panel of packed weights is [K / 32][2 halves][16 pairs][16 columns][2], K padded with zeros: a half of a step, 1 KiB,
 // is one AMX tile, and each of its rows is one AVX512 register.

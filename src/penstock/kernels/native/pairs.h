@@ -35,10 +35,10 @@ PENSTOCK_INLINE Register odd_of(__m512i pairs) {
 
 #if !defined(__AMX_BF16__)
 
-// Cycles for as many products by dot products, or by fused operations.
+// Cycles that a number of products takes, by fused operations or by dot products.
 template <bool kFused>
 __attribute__((noinline)) uint64_t cycles_of_products() {
-    constexpr int kSums = 12;  // as many as hide the time that one takes
+    constexpr int kSums = 12;  // enough to hide the latency of an operation
     Register sums[kSums]{};
     const Register x = spread(0);
     uint64_t shortest = ~uint64_t{0};
@@ -73,7 +73,7 @@ inline Products& products() {
 }
 inline bool fuses_products() { return products().fused; }
 
-// Calls f(fused) with a constant.
+// Calls f(fused), with `fused` as a constant of its type.
 template <class F>
 inline void with_products(bool fused, const F& f) {
     if (!fused) return f(std::false_type{});
