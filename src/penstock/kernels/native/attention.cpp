@@ -31,10 +31,11 @@ struct Attention {
     bool causal;  // else every row sees later keys of its request too; with a window, as many as earlier ones
     bool latent;  // one plane, whose keys end in their values; else keys and values are two planes
     bool in_pairs;
+    int64_t groups = kGroups;  // of an item, at most
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t query_len(int64_t request) const { return query_start_loc[request + 1] - query_start_loc[request]; }
-    Shape shape() const { return {head_dim, value_dim, block_size, in_pairs}; }
+    Shape shape() const { return {head_dim, value_dim, block_size, groups, in_pairs}; }
     // Of the numbers that softmax takes: products of queries and keys, or their hyperbolic tangents.
     float scale_log2e() const { return (softcap > 0 ? softcap : scale) * 1.44269504f; }
 };
@@ -50,9 +51,11 @@ struct Item {
 // Finds the item of an index, for indices that only grow.
 class Items {
 public:
-    Items(const Attention& attention, int64_t threads) : attention_(attention) {
+    Items(const Attention& attention, int64_t threads) : attention_(attention), most_groups_(attention.groups) {
         // Heads of a block are adjacent, and are best read one after the other, but every thread should have some.
         most_heads_ = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
+        for (; most_groups_ > kGroups; most_groups_ /= 2)
+            if (is_even(threads) && total_ >= kItemsPerThread * threads) return;
         if (is_even(threads)) return;
         most_groups_ = kGroups / 2;
         if (is_even(threads)) return;
@@ -129,7 +132,7 @@ private:
     }
 
     const Attention& attention_;
-    int64_t most_heads_, most_groups_ = kGroups, total_ = 0, request_ = 0, first_ = 0;  // groups: of an item
+    int64_t most_heads_, most_groups_, total_ = 0, request_ = 0, first_ = 0;  // groups: of an item
     bool divides_ranges_ = false;
 };
 
@@ -214,7 +217,7 @@ public:
     using C = typename Engine::Cached;
 
     static size_t bytes(const Attention& a) {
-        const int64_t numbers = kGroups * kGroup * (2 * a.shape().padded_dim() + kTile);
+        const int64_t numbers = a.groups * kGroup * (2 * a.shape().padded_dim() + kTile);
         return Engine::bytes(a.shape()) + sizeof(float) * numbers + 3 * 64;
     }
 
@@ -226,9 +229,9 @@ public:
           arena_(bytes(attention)),
           engine_(arena_, a_.shape()),
           padded_dim_(a_.shape().padded_dim()),
-          acc_(arena_.room<float>(kGroups * kGroup * padded_dim_)),
-          total_(arena_.room<float>(kGroups * kGroup * padded_dim_)),
-          scores_(arena_.room<float>(kGroups * kGroup * kTile)) {}
+          acc_(arena_.room<float>(a_.groups * kGroup * padded_dim_)),
+          total_(arena_.room<float>(a_.groups * kGroup * padded_dim_)),
+          scores_(arena_.room<float>(a_.groups * kGroup * kTile)) {}
 
     // `partials` has room for the rows of an item that has one range of several.
     void run(const Item& item, float* partials) {
@@ -355,7 +358,7 @@ private:
     // Adds the current tile to those groups of a KV head that see some of it. All of them take one step before the
     // next: reading right after writing would wait for the writes.
     void visit(int64_t kv_head, int64_t start) {
-        int seen[kGroups], count = 0;
+        int seen[kManyGroups], count = 0;
         for (int index = 0; index < count_; ++index) {
             const Group& group = groups_[index];
             if (group.kv_head == kv_head && group.to[group.rows - 1] > start && group.from[0] < start + kTile)
@@ -446,12 +449,12 @@ private:
     Arena arena_;
     Engine engine_;
     const int64_t padded_dim_;
-    float* acc_;     // [kGroups, kGroup, padded_dim]: of the current range
+    float* acc_;     // [groups, kGroup, padded_dim]: of the current range
     float* total_;   // likewise, of all ranges before it
     bool has_total_ = false;
-    float* const scores_;  // [kGroups, kGroup, kTile]
+    float* const scores_;  // [groups, kGroup, kTile]
     int count_ = 0;  // groups of the current item
-    Group groups_[kGroups];
+    Group groups_[kManyGroups];
 };
 
 // About how long a thread takes for a key of one head, for one group of rows.
@@ -468,7 +471,10 @@ int64_t useful_threads(const Attention& attention) {
 thread_local Scratch partials;
 
 template <class Engine>
-void attend(const Attention& attention) {
+void attend(Attention attention) {
+    for (int64_t request = 0; request < attention.requests; ++request)
+        if (attention.head_dim <= kManyDims && attention.query_len(request) * attention.group() > kGroups * kGroup)
+            attention.groups = kManyGroups;
     const int64_t threads = useful_threads(attention);
     const Items work(attention, threads);
     const int64_t row_bytes = attention.num_heads * attention.value_dim * sizeof(typename Engine::Storage);

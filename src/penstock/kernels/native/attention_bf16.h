@@ -269,8 +269,8 @@ public:
     using Weight = bf16;
 
     static size_t bytes(Shape shape) {
-        return sizeof(float) * kGroup * (kGroups * shape.head_dim + kTile) + sizeof(Pair) * key_pairs(shape) +
-               sizeof(bf16) * (shape.head_dim + kGroups * kGroup * kTile) + 5 * 64 + ValuePairs::bytes(shape);
+        return sizeof(float) * kGroup * (shape.groups * shape.head_dim + kTile) + sizeof(Pair) * key_pairs(shape) +
+               sizeof(bf16) * (shape.head_dim + shape.groups * kGroup * kTile) + 5 * 64 + ValuePairs::bytes(shape);
     }
 
     BFloat16Engine(Arena& arena, Shape shape)
@@ -278,10 +278,10 @@ public:
           padded_(shape.padded_dim()),
           in_pairs_(shape.in_pairs),
           values_(arena, shape),
-          queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
+          queries_(arena.zeros<float>(shape.groups * kGroup * dim_)),
           staged_(arena.zeros<Pair>(key_pairs(shape))),
           zeros_(arena.zeros<bf16>(dim_)),
-          weights_(arena.zeros<bf16>(kGroups * kGroup * kTile)),
+          weights_(arena.zeros<bf16>(shape.groups * kGroup * kTile)),
           wide_(arena.zeros<float>(kGroup * kTile)) {
         for (int part = 0; part < kParts; ++part) keys_[part] = staged_ + part * key_pairs(shape) / kParts;
     }
@@ -370,10 +370,10 @@ private:
     const int64_t dim_, padded_;
     const bool in_pairs_;
     ValuePairs values_;
-    float* const queries_;  // [kGroups, kGroup, head_dim]; of a group whose products are not fused, in bfloat16
+    float* const queries_;  // [groups, kGroup, head_dim]; of a group whose products are not fused, in bfloat16
     Pair* const staged_;    // [kParts, head_dim / 2, 16], unless keys are read in place
     bf16* const zeros_;     // [head_dim]
-    bf16* const weights_;   // [kGroups, kGroup, kTile]
+    bf16* const weights_;   // [groups, kGroup, kTile]
     float* const wide_;     // [kGroup, kTile], those of a group
     const Pair* keys_[kParts];
     int first_pair_ = 0, last_pair_ = 0;  // of those that some row sees
@@ -399,7 +399,7 @@ public:
 
     static size_t bytes(Shape shape) {
         const int64_t wide = (shape.head_dim + 31) / 32 * 32;
-        return sizeof(bf16) * (kGroups * kGroup * wide + kTile * wide + kGroup * wide + kGroups * kGroup * kTile) +
+        return sizeof(bf16) * (shape.groups * kGroup * (wide + kTile) + (kTile + kGroup) * wide) +
                sizeof(float) * kTile * kGroup + 5 * 64 + ValuePairs::bytes(shape);
     }
 
@@ -410,10 +410,10 @@ public:
           in_pairs_(shape.in_pairs),
           direct_(dim_ == wide_ && shape.block_size % 16 == 0),
           values_(arena, shape),
-          queries_(arena.zeros<Pair>(kGroups * kGroup * wide_ / 2)),
+          queries_(arena.zeros<Pair>(shape.groups * kGroup * wide_ / 2)),
           staged_(arena.zeros<bf16>(direct_ ? 0 : kTile * wide_)),
           zeros_(arena.zeros<bf16>(kGroup * wide_)),
-          weights_(arena.zeros<bf16>(kGroups * kGroup * kTile)),
+          weights_(arena.zeros<bf16>(shape.groups * kGroup * kTile)),
           transposed_(arena.room<float>(kTile * kGroup)) {
         static const TileConfig config;
         fence();
@@ -589,10 +589,10 @@ private:
     const bool in_pairs_;
     const bool direct_;  // keys can be read in place: 16 adjacent ones, and whole steps of 32 dimensions
     ValuePairs values_;
-    Pair* const queries_;      // [kGroups, wide / 32, 16 pairs, kGroup]; in pairs, [kGroups, kGroup, wide / 2]
+    Pair* const queries_;      // [groups, wide / 32, 16 pairs, kGroup]; in pairs, [groups, kGroup, wide / 2]
     bf16* const staged_;       // [kTile, wide]
     bf16* const zeros_;        // [kGroup, wide]
-    bf16* const weights_;      // [kGroups, kGroup, kTile]
+    bf16* const weights_;      // [groups, kGroup, kTile]
     float* const transposed_;  // [kTile, kGroup]
     const bf16* keys_[kTile / 16];
     const Pair* pairs_[kTile / 16];

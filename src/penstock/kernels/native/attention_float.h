@@ -191,18 +191,18 @@ public:
     using Weight = float;
 
     static size_t bytes(Shape shape) {
-        const int64_t rows = kGroups * kGroup * shape.head_dim, tile = kTile * (shape.head_dim + shape.padded_dim());
-        return sizeof(float) * (rows + tile + kGroups * kGroup * kTile) + sizeof(C) * shape.head_dim + 5 * 64;
+        const int64_t rows = shape.groups * kGroup * shape.head_dim, tile = kTile * (shape.head_dim + shape.padded_dim());
+        return sizeof(float) * (rows + tile + shape.groups * kGroup * kTile) + sizeof(C) * shape.head_dim + 5 * 64;
     }
 
     FloatEngine(Arena& arena, Shape shape)
         : dim_(shape.head_dim),
           value_dim_(shape.value_dim),
           padded_(shape.padded_dim()),
-          queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
+          queries_(arena.zeros<float>(shape.groups * kGroup * dim_)),
           keys_(arena.zeros<float>(dim_ * kTile)),
           values_(arena.zeros<float>(kTile * padded_)),
-          weights_(arena.zeros<float>(kGroups * kGroup * kTile)),
+          weights_(arena.zeros<float>(shape.groups * kGroup * kTile)),
           zeros_(arena.zeros<C>(dim_)) {}
 
     void set_queries(int group, const T* const* rows, int count) {
@@ -299,10 +299,10 @@ private:
     }
 
     const int64_t dim_, value_dim_, padded_;
-    float* const queries_;  // [kGroups, kGroup, head_dim]
+    float* const queries_;  // [groups, kGroup, head_dim]
     float* const keys_;     // [head_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
-    float* const weights_;  // [kGroups, kGroup, kTile]
+    float* const weights_;  // [groups, kGroup, kTile]
     C* const zeros_;        // [head_dim]
     int most_rows_ = 0;     // of a group
     KeyRange seen_ = {0, 0};  // of the tile

@@ -24,12 +24,15 @@ namespace penstock::ISA {
 constexpr int kTile = 64;   // keys of a tile; a tile begins at a multiple of kTile whatever the query
 constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys are always contiguous
 constexpr int kGroup = 16;  // query rows that process a tile together
-constexpr int kGroups = 8;  // groups of one work item, at most
+// Groups of one work item, at most, and where a request has more rows: each prepares a tile of keys for all of its groups.
+// With more dimensions than kManyDims, the rows of so many would not stay in the second-level cache.
+constexpr int kGroups = 8, kManyGroups = 32, kManyDims = 256;
 
 // A cached row has head_dim numbers; a value is value_dim adjacent ones of such a row.
 struct Shape {
     int64_t head_dim, value_dim, block_size;
-    bool in_pairs;  // the cache is one in pairs (kv_rows.h)
+    int64_t groups;  // of one work item, at most
+    bool in_pairs;   // the cache is one in pairs (kv_rows.h)
     int64_t padded_dim() const { return (value_dim + 15) / 16 * 16; }  // of a value
 };
 
@@ -130,7 +133,7 @@ public:
     // Calls no function: the compiler would move the sums of the computation to memory and back for it.
     PENSTOCK_INLINE void issue(int64_t lines) {
         for (; lines > 0 && at_ < end_; --lines) {
-            __builtin_prefetch(at_, 0, 3);
+            __builtin_prefetch(at_, 0, 2);
             at_ += 64;
             if (at_ >= end_) begin_piece();
         }
