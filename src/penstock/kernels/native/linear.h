@@ -5,6 +5,7 @@
 //   kRows                    most rows of x in one tile
 //   kWholeBlocks             whether tiles are kRows high wherever there are rows, or all of nearly equal height
 //   kStepBytes               weight bytes that its inner loop reads between two calls of Prefetch::advance
+//   kBytesAhead              by how many bytes weights are prefetched for a single block of rows
 //   padded_k(k)              K after zero padding
 //   pack_panel(...)          writes 32 rows of the weight as one panel, zero where there is no weight
 //   x_bytes(rows, k)         size of `rows` rows of x in the kernel's own order
@@ -173,22 +174,19 @@ int64_t most_rows(int64_t k) {
     return larger(1, rows / Kernel::kRows) * Kernel::kRows;
 }
 
-// Bytes by which weights are prefetched for one row.
-constexpr int64_t kOneRowAhead = 4096;
-
 // Multiplies the rows by one panel that is not quantized, as `multiply_panels` does. The panel is in the second-level cache
-// when its turn comes; a single row, which takes no longer than the memory, has each weight fetched shortly before.
+// when its turn comes; a single block of rows, which takes no longer than the memory, has each weight fetched shortly before.
 template <class Kernel>
 void multiply_dense_panel(const Blocks<Kernel>& x, const char* weight, bool follows,
                           Tile<typename Kernel::Element> tile) {
     const int64_t bytes = panel_bytes<Kernel>(nullptr, x.k);
-    const int64_t share = larger(1, Kernel::kStepBytes / x.count), ahead_bytes = x.rows == 1 ? kOneRowAhead : bytes;
+    const int64_t share = larger(1, Kernel::kStepBytes / x.count), ahead_bytes = x.count == 1 ? Kernel::kBytesAhead : bytes;
     const int64_t block_share = share * (bytes / Kernel::kStepBytes);
     char* out = tile.out;
     tile.weight = weight;
     tile.k = Kernel::padded_k(x.k);
     for (int64_t block = 0; block < x.count; ++block) {
-        const bool ahead = (follows || x.rows == 1) && block * block_share < bytes;
+        const bool ahead = (follows || x.count == 1) && block * block_share < bytes;
         tile.x = x.packed + block * x.bytes;
         tile.out = out + x.first(block) * tile.out_stride;
         tile.rows = x.height_of(block);

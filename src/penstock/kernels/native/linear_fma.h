@@ -36,6 +36,7 @@ struct Fma {
     static constexpr int64_t kRows = sizeof(Element) < 4 ? kRowsOfParts : kFmaRows;
     static constexpr bool kWholeBlocks = false;
     static constexpr int64_t kStepBytes = kPanel * sizeof(Element);
+    static constexpr int64_t kBytesAhead = 4096;
     static constexpr int kVectors = kPanel / kLanes;
     static constexpr int64_t kChunk = 128;
     static constexpr int64_t kPanelsOfChunk = 4;

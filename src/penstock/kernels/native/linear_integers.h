@@ -382,7 +382,9 @@ struct IntegerSums {
         char* out = tile.out;
         tile.weight = weight;
         tile.k = padded_k(x.k);
-        tile.prefetch = Prefetch{weight + bytes, follows ? kStepBytes : 0};
+        const bool is_single = x.count == 1;
+        const int64_t ahead_bytes = is_single ? BFloatKernel::kBytesAhead : bytes;
+        tile.prefetch = Prefetch{weight + ahead_bytes, follows || is_single ? kStepBytes : 0};
         for (int64_t block = 0; block < x.count; ++block) {
             tile.x = x.packed + block * x.bytes;
             tile.out = out + x.first(block) * tile.out_stride;

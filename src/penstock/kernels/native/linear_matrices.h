@@ -15,6 +15,7 @@ namespace {
 struct Matrices : Fma<BFloat> {
     static constexpr int64_t kRows = 8;
     static constexpr int64_t kStepBytes = 4 * kPanel * sizeof(Element);
+    static constexpr int64_t kBytesAhead = 4096;
     static constexpr int64_t kPairs = kPanel / 2;  // of columns
 
     static int64_t padded_k(int64_t k) { return round_up(k, 4); }

@@ -68,6 +68,7 @@ using penstock::ISA::with_products;
 struct DotPairs : Pairs {
     static constexpr int64_t kRows = 12;
     static constexpr int64_t kStepBytes = 128;
+    static constexpr int64_t kBytesAhead = 4096;
     static constexpr bool kWholeBlocks = false;
     static bool fuses() { return penstock::ISA::fuses_products(); }
     static int64_t x_bytes(int64_t rows, int64_t k) { return rows * padded_k(k) * (fuses() ? 4 : 2); }
@@ -170,6 +171,7 @@ struct DotPairs : Pairs {
 struct TilePairs : Pairs {
     static constexpr int64_t kRows = 32;
     static constexpr int64_t kStepBytes = 512;
+    static constexpr int64_t kBytesAhead = 2048;  // in most cases of the same page
     static constexpr bool kWholeBlocks = true;
     static constexpr int64_t kChunk = 256;
     static constexpr int64_t kPanelsOfChunk = 8;
