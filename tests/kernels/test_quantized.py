@@ -20,7 +20,7 @@ from tests.grids import grid
 SETS = native.instruction_sets()
 ISAS = (*SETS, "torch")
 # Fused rows on every set, whole and partial blocks, several blocks, and more than take a panel in chunks.
-ROWS = (1, 2, 3, 4, 5, 8, 13, 33, 115)
+ROWS = (1, 2, 3, 4, 5, 8, 13, 33, 72, 115)
 # Inputs and outputs of a layer and inputs of a group: whole; a short last group; less than a step; more than a chunk of
 # a panel, in groups and in one; outputs beyond the last panel.
 SHAPES = ((256, 96, 32), (224, 70, 64), (81, 33, 16), (37, 40, 37), (2112, 32, 128), (3000, 33, 3000))
@@ -337,7 +337,7 @@ def test_other_types_take_the_bfloat16_values() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(256, 96), (81, 33), (3, 5)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 96), (81, 33), (3, 5), (1100, 70)])
 def test_sums_of_integers_are_exact(isa: str, inputs: int, outputs: int) -> None:
     weight = replace(make("int8", outputs, inputs, inputs), quantizes_inputs="by row")
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))

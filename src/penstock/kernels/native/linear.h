@@ -124,9 +124,15 @@ constexpr bool kIsQuantized = false;
 //
 //   kChunk, kPanelsOfChunk      inputs of a chunk, and panels that take a chunk of the rows in turn
 //   kChunkBlocks                blocks of rows for which that pays
-//   widened(chunk, k, to)       where the weights of a chunk are as `run_unfinished` takes them: at `to`, if it writes them
-//   run_unfinished(tile)        as `run`, up to the tile's sums, in an order of its own
-//   store_sums(tile, row, sums) stores a row of them as the tile's output
+//   kStepInputs                 inputs that its inner loop reads between two calls of Prefetch::advance
+//   input_bytes(rows, k)        size of `k` inputs of `rows` rows of x in the kernel's order
+//   widened(quantization, k, panel, inputs, to)
+//                               where the weights of a panel's inputs are as `run_unfinished` takes them: at `to`, if it
+//                               writes them
+//   run_unfinished(tile, left)  as `run`, up to the tile's sums, in an order of its own; it returns where they belong if it
+//                               leaves them in registers, and stores what the call before has left
+//   store_left(left)            stores that after the last call
+//   store_sums(tile, row, sums) stores a row of sums as the tile's output
 template <class Kernel>
 constexpr bool kTakesChunks = false;
 
@@ -170,7 +176,11 @@ int64_t most_rows(int64_t k) {
     // Kernels that dequantise or widen a panel do so once for every group of packed rows: their groups are larger, and stay in
     // the third-level cache.
     int64_t rows = rows_bytes() * (kIsQuantized<Kernel> || kTakesChunks<Kernel> ? 8 : 1) / row_bytes;
-    if constexpr (kTakesChunks<Kernel>) rows = smaller(rows, rows_bytes() / 2 / (Kernel::kChunk * sizeof(float)));
+    if constexpr (kTakesChunks<Kernel>) {
+        // A chunk of them and their sums stay in the second-level cache.
+        const int64_t sum_bytes = Kernel::kPanelsOfChunk / 2 * kPanel * sizeof(float);
+        rows = smaller(rows, rows_bytes() / 2 / (Kernel::input_bytes(Kernel::kRows, Kernel::kChunk) / Kernel::kRows + sum_bytes));
+    }
     return larger(1, rows / Kernel::kRows) * Kernel::kRows;
 }
 
@@ -197,48 +207,55 @@ void multiply_dense_panel(const Blocks<Kernel>& x, const char* weight, bool foll
 
 thread_local Scratch chunk_memory;
 
-// Multiplies the rows by `count` panels that are not quantized, as `multiply_panels` does, a chunk of inputs after another.
+// Multiplies the rows by `count` panels, as `multiply_panels` does, a chunk of inputs after another.
 // A chunk of a panel is widened once for all rows, and stays in the first-level cache; a chunk of the rows stays in the
 // second-level cache for some panels, as do the sums; of fewer panels if it holds all of the rows too. Sums are stored row by
 // row for all the panels at the end: rows of an output are often a power of two apart, so those of one panel would share a
 // set of the cache.
 template <class Kernel, class TileOf>
-void multiply_in_chunks(const Blocks<Kernel>& x, const char* weight, int64_t count, const TileOf& tile_of) {
+void multiply_in_chunks(const Blocks<Kernel>& x, const Quantization* quantization, const char* weight, int64_t count,
+                        const TileOf& tile_of) {
     using Element = typename Kernel::Element;
     constexpr int64_t kChunk = Kernel::kChunk, kSumsOfBlock = Kernel::kRows * kPanel, kPanels = Kernel::kPanelsOfChunk;
-    constexpr int64_t kInputBytes = kPanel * sizeof(Element), kStepInputs = Kernel::kStepBytes / kInputBytes;
-    const int64_t k = Kernel::padded_k(x.k), bytes = panel_bytes<Kernel>(nullptr, k);
-    const int64_t share = larger(1, Kernel::kStepBytes / x.count), num_sums = kPanels * x.count * kSumsOfBlock;
+    constexpr int64_t kStepInputs = Kernel::kStepInputs;
+    const int64_t k = Kernel::padded_k(x.k), bytes = panel_bytes<Kernel>(quantization, x.k);
+    const int64_t share = larger(1, bytes * kStepInputs / k / x.count), num_sums = kPanels * x.count * kSumsOfBlock;
     float* wide = reinterpret_cast<float*>(chunk_memory.reserve((kChunk * kPanel + num_sums) * sizeof(float)));
     float* sums = wide + kChunk * kPanel;
     for (int64_t panel = 0, some; panel < count; panel += some, weight += some * bytes) {
         some = smaller(x.size() <= rows_bytes() ? kPanels / 2 : kPanels, count - panel);
         Tile<Element> tiles[kPanels];
         for (int64_t number = 0; number < some; ++number) tiles[number] = tile_of(panel + number);
+        float* left = nullptr;
         for (int64_t at = 0; at < divide_up(k, kChunk) * some; ++at) {
             const int64_t first = at / some * kChunk, number = at % some;
-            const char* chunk = weight + number * bytes + first * kInputBytes;
-            const char* next = number + 1 < some    ? chunk + bytes
-                               : first + kChunk < k ? chunk - number * bytes + kChunk * kInputBytes
+            const char* own = weight + number * bytes;
+            const char* next = number + 1 < some    ? own + bytes + bytes * first / k
+                               : first + kChunk < k ? weight + bytes * (first + kChunk) / k
                                                     : weight + some * bytes;
             Tile<Element> tile = tiles[number];
             tile.k = smaller(kChunk, k - first);
             tile.continues = first > 0;
             tile.is_unfinished = true;
-            tile.weight = Kernel::widened(chunk, tile.k, wide);
+            tile.weight = Kernel::widened(quantization, x.k, own, {first, smaller(x.k, first + tile.k)}, wide);
             tile.sums = sums + number * x.count * kSumsOfBlock;
             for (int64_t block = 0; block < x.count; ++block, tile.sums += kSumsOfBlock) {
                 tile.rows = x.height_of(block);
-                tile.x = x.packed + block * x.bytes + Kernel::x_bytes(tile.rows, first);
+                tile.x = x.packed + block * x.bytes + Kernel::input_bytes(tile.rows, first);
                 tile.prefetch = Prefetch{next + block * share * (tile.k / kStepInputs), share};
-                Kernel::run_unfinished(tile);
+                left = Kernel::run_unfinished(tile, left);
             }
         }
+        Kernel::store_left(left);
         for (int64_t block = 0; block < x.count; ++block)
             for (int64_t row = 0; row < x.height_of(block); ++row)
                 for (int64_t number = 0; number < some; ++number) {
                     Tile<Element> tile = tiles[number];
                     tile.out += x.first(block) * tile.out_stride;
+                    tile.rows = x.height_of(block);
+                    tile.x = x.packed + block * x.bytes;
+                    tile.weight = weight + number * bytes;
+                    tile.k = k;
                     Kernel::store_sums(tile, row, sums + (number * x.count + block) * kSumsOfBlock);
                 }
     }
@@ -251,7 +268,7 @@ void multiply_panels(const Blocks<Kernel>& x, const Quantization* quantization, 
                      bool follows, const TileOf& tile_of) {
     const int64_t bytes = panel_bytes<Kernel>(quantization, x.k);
     if constexpr (kTakesChunks<Kernel>)
-        if (x.count >= Kernel::kChunkBlocks) return multiply_in_chunks(x, weight, count, tile_of);
+        if (x.count >= Kernel::kChunkBlocks) return multiply_in_chunks(x, quantization, weight, count, tile_of);
     for (int64_t panel = 0; panel < count;) {
         if constexpr (kIsQuantized<Kernel>) {
             const int64_t together = smaller(Kernel::panels_together(x, *quantization), count - panel);

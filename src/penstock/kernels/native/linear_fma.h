@@ -40,10 +40,11 @@ struct Fma {
     static constexpr int kVectors = kPanel / kLanes;
     static constexpr int64_t kChunk = 128;
     static constexpr int64_t kPanelsOfChunk = 4;
-    static constexpr int64_t kChunkBlocks = 6;
+    static constexpr int64_t kChunkBlocks = 6, kStepInputs = 1;
 
     static int64_t padded_k(int64_t k) { return k; }
-    static int64_t x_bytes(int64_t rows, int64_t k) { return round_up(rows * k, 16) * 4; }
+    static int64_t input_bytes(int64_t rows, int64_t k) { return round_up(rows * k, 16) * 4; }
+    static int64_t x_bytes(int64_t rows, int64_t k) { return input_bytes(rows, k); }
 
     struct Session {
         explicit Session(int64_t) {}
@@ -85,7 +86,8 @@ struct Fma {
 
     // The same by weights of float32; sums that are left unfinished are [rows, kPanel].
     static void run_wide(const Tile<Element>& tile) { dispatch<kRows, float>(tile); }
-    static void run_unfinished(const Tile<Element>& tile) { run_wide(tile); }
+    static float* run_unfinished(const Tile<Element>& tile, float*) { return run_wide(tile), nullptr; }
+    static void store_left(const float*) {}
 
     static void store_sums(const Tile<Element>& tile, int64_t row, const float* sums) {
         alignas(64) float bias[kPanel] = {};
@@ -95,10 +97,11 @@ struct Fma {
         store_row(tile, row, line, bias);
     }
 
-    static const char* widened(const char* chunk, int64_t k, float* to) {
-        if constexpr (sizeof(Element) == sizeof(float)) return chunk;
-        const Element* from = reinterpret_cast<const Element*>(chunk);
-        for (int64_t at = 0; at < k * kPanel; at += kLanes) write(to + at, read(from + at));
+    static const char* widened(const Quantization*, int64_t, const char* panel, Range inputs, float* to) {
+        const Element* from = reinterpret_cast<const Element*>(panel) + inputs.begin * kPanel;
+        if constexpr (sizeof(Element) == sizeof(float)) return reinterpret_cast<const char*>(from);
+        const int64_t count = (inputs.end - inputs.begin) * kPanel;
+        for (int64_t at = 0; at < count; at += kLanes) write(to + at, read(from + at));
         return reinterpret_cast<const char*>(to);
     }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr float kLargest = 127;
 // 2^-119: of numbers much smaller, 127 has no multiple. And the largest finite number.
 constexpr float kLeast = 0x1p-119f, kMost = 0x1.fffffep127f;
-#if defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__ARM_FEATURE_MATMUL_INT8) || defined(__AMX_INT8__)
 using InputByte = int8_t;
 constexpr int kOffset = 0;
 #else
@@ -162,41 +162,49 @@ struct IntegerSums {
     }
 
 #if defined(__AMX_INT8__)
-    // The sums of up to 32 rows, [rows, kPanel].
-    template <int>
-    static void sum_bytes(const Tile<Element>& tile, int32_t* sums) {
-        const int64_t row_tiles = divide_up(tile.rows, 16);
-        const char* weight = tile.weight + kHeaderBytes;
+    static constexpr int64_t kChunk = 512, kPanelsOfChunk = BFloatKernel::kPanelsOfChunk;
+    static constexpr int64_t kChunkBlocks = BFloatKernel::kChunkBlocks, kStepInputs = 16;
+
+    static const char* widened(const Quantization*, int64_t, const char* panel, Range inputs, float*) {
+        return panel + kHeaderBytes + inputs.begin * kPanel;
+    }
+
+    // The sums of up to 32 rows, [tiles of 16 rows][2 tiles of 16 columns][16][16], continued if the tile's are.
+    static void sum_tiles(const Tile<Element>& tile, const char* weight, float* sums) {
+        const bool has_two = tile.rows > 16;
         const char* x = tile.x;
         Prefetch prefetch = tile.prefetch;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t input = 0; input < tile.k; input += kStep, weight += kStep * kPanel, x += row_tiles * 1024) {
+        BFloatKernel::begin(tile, tile.continues ? sums : nullptr);
+        for (int64_t input = 0; input < tile.k; input += kStep, weight += kStep * kPanel, x += has_two ? 2048 : 1024) {
             _tile_loadd(6, weight, kPanel * 4);
             prefetch.advance();
             _tile_loadd(4, x, kStep);
-            _tile_dpbusd(0, 4, 6);
+            _tile_dpbssd(0, 4, 6);
             prefetch.advance();
             _tile_loadd(7, weight + 64, kPanel * 4);
-            _tile_dpbusd(1, 4, 7);
+            _tile_dpbssd(1, 4, 7);
             prefetch.advance();
-            if (row_tiles > 1) {
+            if (has_two) {
                 _tile_loadd(5, x + 1024, kStep);
-                _tile_dpbusd(2, 5, 6);
-                _tile_dpbusd(3, 5, 7);
+                _tile_dpbssd(2, 5, 6);
+                _tile_dpbssd(3, 5, 7);
             }
             prefetch.advance();
         }
-        _tile_stored(0, sums, kPanel * 4);
-        _tile_stored(1, sums + 16, kPanel * 4);
-        _tile_stored(2, sums + 16 * kPanel, kPanel * 4);
-        _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);
-        asm volatile("" : : : "memory");
-        const Integers* column_sums = reinterpret_cast<const Integers*>(tile.weight + kPanel * 4);
-        for (int64_t row = 0; row < tile.rows; ++row)
-            for (int part = 0; part < 2; ++part) reinterpret_cast<Integers*>(sums + row * kPanel)[part] -= column_sums[part];
+        BFloatKernel::finish(tile, sums);
+    }
+
+    static float* run_unfinished(const Tile<Element>& tile, float* left) {
+        if (tile.rows > 16) return BFloatKernel::add_to_left<true>(tile, left);
+        store_left(left);
+        sum_tiles(tile, tile.weight, tile.sums);
+        return nullptr;
+    }
+    static void store_left(float* left) { BFloatKernel::store_left(left); }
+
+    static void store_sums(const Tile<Element>& tile, int64_t row, const float* sums) {
+        const int32_t* line = reinterpret_cast<const int32_t*>(sums + row / 16 * 512 + row % 16 * 16);
+        BFloatKernel::store_row(tile, row, scaled(tile, row, line, 0), scaled(tile, row, line + 256, 16));
     }
 #elif defined(__AVX2__)
 #if defined(__AVX512F__)
@@ -331,10 +339,15 @@ struct IntegerSums {
 
     template <int kCount>
     static void run(const Tile<Element>& tile) {
-        if constexpr (kCount > 1 && !kWholeBlocks)
+#if defined(__AMX_INT8__)
+        alignas(64) float sums[kCount * kPanel];
+        sum_tiles(tile, tile.weight + kHeaderBytes, sums);
+        for (int64_t row = 0; row < tile.rows; ++row) store_sums(tile, row, sums);
+#else
+        if constexpr (kCount > 1)
             if (tile.rows < kCount) return run<kCount - 1>(tile);
         alignas(64) int32_t sums[kCount * kPanel];
-#if defined(__AMX_INT8__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
         sum_bytes<kCount>(tile, sums);
 #elif defined(__AVX2__)
         if (multiplies_bytes())
@@ -345,16 +358,24 @@ struct IntegerSums {
         sum_words<kCount>(tile, sums);
 #endif
         for (int64_t row = 0; row < tile.rows; ++row) store_row(tile, row, sums + row * kPanel);
+#endif
     }
 
-    static void store_row(const Tile<Element>& tile, int64_t row, const int32_t* sums) {
+    // The products of some columns of a row whose sums are at `sums`.
+    static PENSTOCK_INLINE Vector scaled(const Tile<Element>& tile, int64_t row, const int32_t* sums, int64_t column) {
         const float scale = reinterpret_cast<const float*>(tile.x + input_bytes(tile.rows, tile.k))[row];
-        const float* scales = reinterpret_cast<const float*>(tile.weight);
+        Integers words;
+        memcpy(&words, sums, sizeof words);
+        const float* scales = reinterpret_cast<const float*>(tile.weight) + column;
+        return times(times(__builtin_convertvector(words, Vector), spread(scale)), read(scales));
+    }
+
+#if !defined(__AMX_INT8__)
+    static void store_row(const Tile<Element>& tile, int64_t row, const int32_t* sums) {
         alignas(64) float values[kPanel], bias[kPanel] = {};
-        for (int64_t column = 0; column < kPanel; ++column) values[column] = static_cast<float>(sums[column]);
         if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
         for (int64_t part = 0; part < kPanel; part += kLanes) {
-            Vector value = times(times(read(values + part), spread(scale)), read(scales + part));
+            Vector value = scaled(tile, row, sums + part, part);
             if (tile.bias) value = value + read(bias + part);
             write(values + part, value);
         }
@@ -365,13 +386,9 @@ struct IntegerSums {
         }
         alignas(64) BFloat line[kPanel];
         for (int64_t part = 0; part < kPanel; part += kLanes) write(line + part, read(values + part));
-#if defined(__AMX_INT8__)
-        const __mmask32 mask = tile.columns == kPanel ? ~0u : (1u << tile.columns) - 1;
-        BFloatKernel::store_columns(tile, out, mask, _mm512_load_si512(line));
-#else
         memcpy(out, line, tile.columns * sizeof(BFloat));
-#endif
     }
+#endif
 
     static int64_t panels_together(const Blocks<IntegerSums>&, const Quantization&) { return 1; }
 
@@ -397,5 +414,9 @@ struct IntegerSums {
 
 template <>
 constexpr bool kIsQuantized<IntegerSums> = true;
+#if defined(__AMX_INT8__)
+template <>
+constexpr bool kTakesChunks<IntegerSums> = true;
+#endif
 
 }  // namespace

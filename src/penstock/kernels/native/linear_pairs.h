@@ -175,8 +175,9 @@ struct TilePairs : Pairs {
     static constexpr bool kWholeBlocks = true;
     static constexpr int64_t kChunk = 256;
     static constexpr int64_t kPanelsOfChunk = 8;
-    static constexpr int64_t kChunkBlocks = 3;
-    static int64_t x_bytes(int64_t rows, int64_t k) { return round_up(rows, 16) * padded_k(k) * 2; }
+    static constexpr int64_t kChunkBlocks = 3, kStepInputs = 8;
+    static int64_t input_bytes(int64_t rows, int64_t k) { return round_up(rows, 16) * padded_k(k) * 2; }
+    static int64_t x_bytes(int64_t rows, int64_t k) { return input_bytes(rows, k); }
 
     static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
         Element* to = reinterpret_cast<Element*>(packed);
@@ -218,7 +219,7 @@ struct TilePairs : Pairs {
     };
 
     static void run(const Tile<Element>& tile) {
-        if (tile.is_unfinished) return run_unfinished(tile);
+        if (tile.is_unfinished) return accumulate(tile, tile.sums);
         alignas(64) float own[kRows * kPanel];
         float* sums = tile.continues ? tile.sums : own;
         for (int64_t row = 0; row < tile.rows && !tile.streams; ++row)
@@ -227,10 +228,75 @@ struct TilePairs : Pairs {
         for (int64_t row = 0; row < tile.rows; ++row) store_sums(tile, row, sums);
     }
 
-    // Weights of a chunk are read as they are.
-    static const char* widened(const char* chunk, int64_t, float*) { return chunk; }
+    // Weights are read as they are.
+    static const char* widened(const Quantization*, int64_t, const char* panel, Range inputs, float*) {
+        return panel + inputs.begin * kPanel * sizeof(Element);
+    }
 
-    static void run_unfinished(const Tile<Element>& tile) { accumulate(tile, tile.sums); }
+    static float* run_unfinished(const Tile<Element>& tile, float* left) {
+        if (tile.rows > 16) return add_to_left<false>(tile, left);
+        store_left(left);
+        accumulate(tile, tile.sums);
+        return nullptr;
+    }
+
+    // Adds the products of more than 16 rows to the tile's sums, or to none. They are left in the tiles, and stored and
+    // replaced between the first products of the next call: a tile is stored only when its last product is done. Of
+    // integers, a step has 64 inputs, whose 32 columns are side by side.
+    template <bool kIntegers>
+    static float* add_to_left(const Tile<Element>& tile, float* left) {
+        constexpr int64_t kStride = kIntegers ? 128 : 64, kHalf = kIntegers ? 64 : 1024, kInputs = kIntegers ? 64 : 32;
+        const char* weight = tile.weight;
+        const char* x = tile.x;
+        Prefetch prefetch{tile.prefetch.at, tile.prefetch.step * 4};  // in whole lines
+#define REPLACE(number)                                      \
+    if (left) _tile_stored(number, left + number * 256, 64); \
+    if (tile.continues)                                      \
+        _tile_loadd(number, tile.sums + number * 256, 64);   \
+    else                                                     \
+        _tile_zero(number)
+#define MULTIPLY(sum, rows, columns)        \
+    if constexpr (kIntegers)                \
+        _tile_dpbssd(sum, rows, columns);   \
+    else                                    \
+        _tile_dpbf16ps(sum, rows, columns)
+        _tile_loadd(6, weight, kStride);
+        _tile_loadd(4, x, 64);
+        REPLACE(0);
+        MULTIPLY(0, 4, 6);
+        _tile_loadd(7, weight + kHalf, kStride);
+        REPLACE(1);
+        MULTIPLY(1, 4, 7);
+        _tile_loadd(5, x + 1024, 64);
+        REPLACE(2);
+        MULTIPLY(2, 5, 6);
+        REPLACE(3);
+        MULTIPLY(3, 5, 7);
+        for (int64_t step = kInputs; step < tile.k; step += kInputs) {
+            weight += 2048;
+            x += 2048;
+            _tile_loadd(6, weight, kStride);
+            _tile_loadd(4, x, 64);
+            MULTIPLY(0, 4, 6);
+            _tile_loadd(7, weight + kHalf, kStride);
+            MULTIPLY(1, 4, 7);
+            _tile_loadd(5, x + 1024, 64);
+            prefetch.advance();
+            MULTIPLY(2, 5, 6);
+            MULTIPLY(3, 5, 7);
+        }
+#undef REPLACE
+#undef MULTIPLY
+        return tile.sums;
+    }
+
+    static void store_left(float* left) {
+        if (!left) return;
+        _tile_stored(0, left, 64);
+        _tile_stored(1, left + 256, 64);
+        _tile_stored(2, left + 512, 64);
+        _tile_stored(3, left + 768, 64);
+    }
 
     // Sums are [tiles of 16 rows][2 tiles of 16 columns][16][16].
     static void store_sums(const Tile<Element>& tile, int64_t row, const float* sums) {

@@ -934,6 +934,17 @@ struct Quantized : Base {
         }
     }
 
+    // The values of some inputs of a panel.
+    static const char* widened(const Quantization* quantization, int64_t k, const char* weight, Range inputs, float* to) {
+        char* const dense = reinterpret_cast<char*>(to);
+        const QuantizedPanel panel(*quantization, k);
+        with_kind(*quantization, [&](auto kind, auto form) {
+            dequantise<Base, kind.value, form.value>(*quantization, panel, weight, inputs, dense);
+        });
+        Units::clear(dense, inputs.end - inputs.begin);
+        return dense;
+    }
+
     // Multiplies one block of rows by one panel. While the tiles take a piece of it, the next one is dequantised.
     static void multiply_in_pieces(const Blocks<Quantized>& x, const Quantization& quantization, const char* weight,
                                    bool follows, Tile<Element> tile) {
@@ -990,7 +1001,7 @@ struct Quantized : Base {
 
 #if defined(__AMX_BF16__)
 using BFloatKernel = TilePairs;
-using QuantizedKernel = Quantized<TilePairs, PairUnits, 0, TilePairs::kChunk, 8>;
+using QuantizedKernel = Quantized<TilePairs, PairUnits, 0, TilePairs::kChunk>;
 #elif defined(__AVX512BF16__)
 using BFloatKernel = DotPairs;
 using QuantizedKernel = Quantized<DotPairs, PairUnits, 4, 1024>;
@@ -1006,5 +1017,9 @@ using QuantizedKernel = Quantized<Fma<BFloat>, ColumnUnits<>, kFmaFewRows, 128, 
 
 template <>
 constexpr bool kIsQuantized<QuantizedKernel> = true;
+#if defined(__AMX_BF16__)
+template <>
+constexpr bool kTakesChunks<QuantizedKernel> = true;
+#endif
 
 }  // namespace
