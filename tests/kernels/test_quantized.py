@@ -166,6 +166,17 @@ def test_equals_the_layer_of_its_values(isa: str, kind: str, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("rows", [5, 33, 115])
+def test_values_of_an_earlier_layer_leave_nothing_behind(isa: str, rows: int) -> None:
+    native.set_num_threads(1)
+    earlier, weight = make("int8", 32, 128, 32), make("int4", 32, 81, 16)
+    infinite = replace(earlier, codes=torch.full_like(earlier.codes, 127), scales=torch.full_like(earlier.scales, 3e38))
+    assert not pack(isa, infinite)(inputs_of(rows, 128)).isfinite().any()
+    x = inputs_of(rows, 81)
+    assert torch.equal(pack(isa, weight)(x), pack(isa, weight.dequantize())(x))
+
+
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_values_halfway_between_two_are_rounded_to_even(isa: str, kind: str) -> None:
     high = torch.tensor([0x0000, 0x0001, 0x0002, 0x007E, 0x007F])
