@@ -56,7 +56,7 @@ struct Prefetch {
     const char* at;
     int64_t step;  // bytes
 
-    // Into the second-level cache, because fetched data is used a whole panel later.
+    // Into the second-level cache: what is fetched may be used a whole panel later.
     PENSTOCK_INLINE void advance() {
         for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(at + byte, 0, 2);
         at += step;

@@ -1,7 +1,7 @@
 // Layers of 8-bit weights that quantize their inputs (kernels/quantized.py): a row of x is rounded to integers with a
 // scale of its own, and an output is the exact sum of the products, times the row's scale, times the column's.
 //
-// A panel of packed weights is the 32 scales, 128 times the sum of each column's integers as int32, and [K / 4][32][4]
+// A panel of packed weights is the 32 scales, kOffset times the sum of each column's integers as int32, and [K / 4][32][4]
 // integers, K padded with zeros: 16 columns of 64 inputs are an AMX tile. As sums are exact, instruction sets give the same
 // bits, whatever their order.
 #pragma once

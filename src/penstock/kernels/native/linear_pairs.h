@@ -171,7 +171,7 @@ struct DotPairs : Pairs {
 struct TilePairs : Pairs {
     static constexpr int64_t kRows = 32;
     static constexpr int64_t kStepBytes = 512;
-    static constexpr int64_t kBytesAhead = 2048;  // in most cases of the same page
+    static constexpr int64_t kBytesAhead = 2048;  // mostly within the page that is read
     static constexpr bool kWholeBlocks = true;
     static constexpr int64_t kChunk = 256;
     static constexpr int64_t kPanelsOfChunk = 8;
@@ -241,14 +241,14 @@ struct TilePairs : Pairs {
     }
 
     // Adds the products of more than 16 rows to the tile's sums, or to none. They are left in the tiles, and stored and
-    // replaced between the first products of the next call: a tile is stored only when its last product is done. Of
-    // integers, a step has 64 inputs, whose 32 columns are side by side.
+    // replaced between the first products of the next call: a tile can be stored only when its last product is done. A
+    // step of integers has 64 inputs, and its rows have all 32 columns.
     template <bool kIntegers>
     static float* add_to_left(const Tile<Element>& tile, float* left) {
         constexpr int64_t kStride = kIntegers ? 128 : 64, kHalf = kIntegers ? 64 : 1024, kInputs = kIntegers ? 64 : 32;
         const char* weight = tile.weight;
         const char* x = tile.x;
-        Prefetch prefetch{tile.prefetch.at, tile.prefetch.step * 4};  // in whole lines
+        Prefetch prefetch{tile.prefetch.at, tile.prefetch.step * 4};  // one call in place of four
 #define REPLACE(number)                                      \
     if (left) _tile_stored(number, left + number * 256, 64); \
     if (tile.continues)                                      \
