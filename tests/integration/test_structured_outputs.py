@@ -122,6 +122,33 @@ def test_a_grammar_that_is_complete_within_drafts_ends_the_request(overlap: bool
     llm.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("grammar", "bias", "reason"),
+    [('start: ("b" | "a" <|im_end|>)+', 60.0, "length"), ('start: "b" "a" "b" <|im_end|>', 0.0, "error")],
+    ids=["only after a rejected draft", "after an accepted draft"],
+)
+def test_a_grammar_that_fails_after_a_draft(grammar: str, bias: float, reason: str) -> None:
+    """An end of sequence inside a grammar is not allowed, and nothing else may follow."""
+    found: list[tuple[Any, ...]] = []
+    for count in (0, 4):
+        drafts = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        llm = LLM(max_model_len=128, num_gpu_blocks_override=50, speculative_config=drafts if count else None)
+        (a,), (b,) = (llm.get_tokenizer().encode(letter) for letter in "ab")
+        form = StructuredOutputsParams(grammar=grammar)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=12, logprobs=0, logit_bias={b: bias}, structured_outputs=form
+        )
+        [output] = llm.generate({"prompt_token_ids": [b, a] * 20}, params, use_tqdm=False)
+        [completion] = output.outputs
+        assert (completion.finish_reason, output.is_request_error) == (reason, reason == "error")
+        found.append((completion.token_ids, completion.text, completion.logprobs))
+        assert not count or llm.stats().speculation.num_draft_tokens
+        llm.shutdown()
+    (token_ids, text, logprobs), drafted = found
+    assert drafted[:2] == (token_ids, text)
+    assert [list(row) for row in drafted[2]] == [list(row) for row in logprobs]
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with serve("--max-model-len", "1024", "--speculative-config", json.dumps(config("mtp", 2))) as server:

@@ -21,7 +21,7 @@ import penstock
 from penstock.grammar import checker as checker_module
 from penstock.grammar.backend import Grammar
 from penstock.grammar.checker import GrammarChecker
-from penstock.grammar.llguidance_backend import LLGuidanceBackend
+from penstock.grammar.llguidance_backend import LLGuidanceBackend, LLGuidanceGrammar
 from penstock.messages.structured_outputs import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
@@ -235,6 +235,42 @@ class TestDrafts:
         np.testing.assert_array_equal(masks(backend, grammar, [a]), plain)
         grammar.accept([a] * 6)
         assert grammar.is_finished
+
+    def test_a_draft_after_which_the_grammar_fails_does_not_end_the_request(self, backend: LLGuidanceBackend) -> None:
+        """Without speculation the request fails only if it takes that token, and it may take another one."""
+        (a,), (b,), (c,) = (TOKENIZER.encode(letter) for letter in "abc")
+        grammar = backend.compile(spec(grammar='start: "c" ("a" <|im_end|> "b" | "b"+)'))
+        plain = masks(backend, grammar, [c])
+        got = masks(backend, grammar, [c, a, b])
+        np.testing.assert_array_equal(got[:2], plain)
+        assert not got[2:].any()
+        grammar.accept([c])
+        np.testing.assert_array_equal(masks(backend, grammar, [b])[0], plain[1])
+        grammar.accept([b])
+        assert masks(backend, grammar)[0][[b, *EOS]].all()
+
+    @pytest.mark.parametrize("name", ["states", "recursion"])
+    def test_a_draft_that_exceeds_a_bound_does_not_end_the_request(
+        self, backend: LLGuidanceBackend, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        grammar = backend.compile(spec(**HOSTILE[name]))
+        (a,) = TOKENIZER.encode("a")
+        plain, compute = masks(backend, grammar, [a]), LLGuidanceGrammar._compute_mask
+        num_masks = 0
+
+        def compute_or_fail(self: LLGuidanceGrammar, row: np.ndarray) -> None:
+            nonlocal num_masks
+            num_masks += 1
+            if num_masks > 2:
+                raise GrammarError("too much")
+            compute(self, row)
+
+        monkeypatch.setattr(LLGuidanceGrammar, "_compute_mask", compute_or_fail)
+        got = masks(backend, grammar, [a, a, a])
+        monkeypatch.undo()
+        np.testing.assert_array_equal(got[:2], plain)
+        assert not got[2:].any()
+        np.testing.assert_array_equal(masks(backend, grammar, [a]), plain)
 
 
 REFUSED = {

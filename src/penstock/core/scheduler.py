@@ -374,13 +374,11 @@ class Scheduler:
         verified = apply_counts(request, num_tokens, num_drafts, result)
         self._speculation.count(verified.num_drafts, verified.num_accepted)
         try:
-            sampled = result.sampled_token_ids[request_id]
-            new_token_ids, stop_reason = request.append_until_stop(sampled, self._grammars)
+            new_token_ids, stop_reason = request.append_until_stop(result.sampled_token_ids[request_id], self._grammars)
         except GrammarError as error:
             return self._end(request, FinishReason.ERROR, str(error), is_request_error=True)
         if request.finish_reason is None and request_id in result.unsatisfiable_requests:
-            error = result.unsatisfiable_requests[request_id]
-            return self._end(request, FinishReason.ERROR, error, is_request_error=True)
+            request.finish_reason = FinishReason.ERROR
         first, end = self._kv.publish(request)
         if first < end:
             self._connector.on_blocks_complete(request, self._kv.published_blocks(request), first, end)

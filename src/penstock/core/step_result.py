@@ -44,8 +44,11 @@ def make_output(
     result: ModelRunnerOutput,
     params: Mapping[str, Any] | None,
 ) -> EngineOutput:
-    """Returns the output with the request's new tokens and their data, or its vector."""
-    request_id = request.request_id
+    """Returns the output with the request's new tokens and their data, or its vector.
+
+    A request that allows no token after these has ended with an error.
+    """
+    request_id, is_error = request.request_id, request.finish_reason is FinishReason.ERROR
     return EngineOutput(
         request_id=request_id,
         new_token_ids=new_token_ids,
@@ -56,6 +59,8 @@ def make_output(
         num_cached_tokens=request.num_cached_tokens,
         num_draft_tokens=verified.num_drafts,
         num_accepted_tokens=verified.num_accepted,
+        error=result.unsatisfiable_requests.get(request_id) if is_error else None,
+        is_request_error=is_error,
         pooled=result.pooled.get(request_id),
         kv_transfer_params=params,
     )

@@ -35,7 +35,9 @@ class Grammar(Protocol):
 
         `rows` is [1 + len(drafts), num_words] int32, each row contiguous. The row after a draft that is not allowed (or
         is -1, no draft), and all rows after it, allow everything: such a draft is never accepted, so these rows are
-        never used. The state is the same afterwards. Raises GrammarError if a bound was exceeded, also after a draft.
+        never used. If the grammar fails after a draft, the row after it and all later ones allow nothing: only an
+        output that takes the draft ends there. The state is the same afterwards. Raises GrammarError if a bound was
+        exceeded before the drafts.
         """
         ...
 

@@ -117,12 +117,9 @@ class LLGuidanceGrammar:
     """A `Grammar`; made by `LLGuidanceBackend.compile`."""
 
     def __init__(self, backend: LLGuidanceBackend, spec: GrammarSpec, matcher: LLMatcher) -> None:
-        self._backend = backend
-        self._spec = spec
-        self._matcher = matcher
+        self._backend, self._spec, self._matcher = backend, spec, matcher
         self._tokens: list[int] = []
-        self._next_restart = 0
-        self._seconds_left = _SECONDS
+        self._next_restart, self._seconds_left = 0, _SECONDS
 
     @property
     def is_finished(self) -> bool:
@@ -138,17 +135,21 @@ class LLGuidanceGrammar:
         # The library writes through this pointer.
         assert rows.dtype == np.int32 and rows.strides[1] == rows.itemsize, (rows.dtype, rows.strides)
         assert rows.shape == (1 + len(drafts), self._backend.num_words), (rows.shape, len(drafts))
-        start = len(self._tokens)
         self._fill_row(rows[0])
+        start, before = len(self._tokens), self._matcher.deep_copy()
         for place, draft in enumerate(drafts):
             if not _is_set(rows[place], draft):
                 rows[place + 1 :] = -1  # all
                 break
-            self._advance(draft)
-            self._fill_row(rows[place + 1])
-        if len(self._tokens) > start:
-            self._matcher.rollback(len(self._tokens) - start)
-            del self._tokens[start:]
+            try:
+                self._advance(draft)
+                self._fill_row(rows[place + 1])
+            except GrammarError:
+                rows[place + 1 :] = 0  # none
+                self._matcher, self._tokens[start:] = before, []
+                break
+        self._matcher.rollback(len(self._tokens) - start)
+        del self._tokens[start:]
 
     def _advance(self, token_id: int) -> None:
         if self.is_finished:
@@ -230,10 +231,8 @@ def _lark_of_schema(text: str) -> str:
 
 
 def _to_lark(text: str) -> str:
-    if not _GBNF_RULE.search(text):
-        return text
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
     except Exception as error:  # noqa: BLE001 - the converter raises bare Exception for every malformed grammar
         raise _refusal(str(error) or type(error).__name__) from None
 
