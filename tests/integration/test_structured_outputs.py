@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -147,6 +148,22 @@ def test_a_grammar_that_fails_after_a_draft(grammar: str, bias: float, reason: s
     (token_ids, text, logprobs), drafted = found
     assert drafted[:2] == (token_ids, text)
     assert [list(row) for row in drafted[2]] == [list(row) for row in logprobs]
+
+
+def test_an_end_of_sequence_that_is_ignored_ends_no_grammar_before_min_tokens() -> None:
+    llm = LLM(max_model_len=64, num_gpu_blocks_override=20)
+    eos = llm.get_tokenizer().eos_token_id
+    assert eos is not None
+    form = StructuredOutputsParams(regex="[a-z ]*")
+    asked = SamplingParams(
+        temperature=0.0, max_tokens=20, min_tokens=10, logit_bias={eos: 100.0}, structured_outputs=form
+    )
+    [expected], [output] = (
+        llm.generate("Once upon a", replace(asked, ignore_eos=ignores), use_tqdm=False) for ignores in (False, True)
+    )
+    assert len(output.outputs[0].token_ids) == 11
+    assert output.outputs[0] == expected.outputs[0]
+    llm.shutdown()
 
 
 @pytest.fixture(scope="module")

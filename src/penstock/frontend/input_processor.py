@@ -105,7 +105,8 @@ class InputProcessor:
                 f"leaves after a prompt of {len(token_ids)}",
                 "min_tokens",
             )
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        # A grammar's output cannot continue after an end of sequence.
+        eos = frozenset[int]() if params.ignore_eos and not params.structured_outputs else self.eos_token_ids
         given = _output_token_ids(prompt, params.n)
         finished = _finished_choices(prompt, given)
         ending = eos | frozenset(params.stop_token_ids or ())
