@@ -588,6 +588,27 @@ def test_the_amplitude_of_yarn(stored: float | None, amplitude: float | None, tm
     assert read_config(open_gguf(tmp_path / "a.gguf"))["rope_scaling"].get("attention_factor") == amplitude
 
 
+@pytest.mark.parametrize(
+    ("stored", "factor"),
+    [
+        ({"rope__scaling__factor": 4.0}, 4.0),  # linear, if there is no type
+        ({"rope__scale_linear": 8.0}, 8.0),  # as in the first files
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}, 2.0),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
+        ({"rope__scaling__type": "linear"}, None),
+        ({"rope__scaling__factor": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_factor_without_a_type_divides_positions(
+    stored: dict[str, Any], factor: float | None, tmp_path: Path
+) -> None:
+    """As llama.cpp reads it (`load_hparams` in `llama-model.cpp`)."""
+    write(tmp_path / "a.gguf", embedding(), **SHAPE, **{f"qwen3__{name}": value for name, value in stored.items()})
+    scaling = read_config(open_gguf(tmp_path / "a.gguf"))["rope_scaling"]
+    assert scaling == (None if factor is None else {"rope_type": "linear", "factor": factor})
+
+
 def test_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> None:
     """But those of the text do not, nor do those of another model with such a vocabulary."""
     tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "<|endoftext|>", "<|user|>"]

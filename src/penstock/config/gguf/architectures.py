@@ -204,12 +204,14 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
             "original_max_position_embeddings": fields["rope.scaling.original_context_length"],
             "attention_factor": fields.get("rope.scaling.attn_factor"),
         }
-    kind = fields.get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
+    kind = fields.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"{file.path}: rope.scaling.type is {kind!r}, and Penstock reads none, linear and yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields["rope.scaling.factor"]}
+    # The first files have the second name, and no type.
+    factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
+    if kind == "none" or not factor:
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields["rope.scaling.original_context_length"]
         for name, stored in _YARN.items():

@@ -174,9 +174,7 @@ def _byte_pairs(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: tokenizer.ggml.pre is {words!r}, and Penstock reads {', '.join(_WORDS)}: pass --tokenizer "
             "FOLDER with the model's tokenizer.json"
         )
-    rule = _WORDS[words]
-    merges = _merges(file)
-    tokens = _tokens(file)
+    rule, merges, tokens = _WORDS[words], _merges(file), _tokens(file)
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(file, tokens),
