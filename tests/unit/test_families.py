@@ -192,6 +192,27 @@ def test_longrope_chooses_its_factors_by_the_longest_context(name: str) -> None:
     assert config.for_length(129).rope.has_long_factors
 
 
+def test_rotary_tables_have_the_positions_of_the_engine_and_no_more(tmp_path: Path) -> None:
+    """With a context of a million tokens, tables for all of them would take seconds and hundreds of MiB. A draft model
+    of a shorter context than the engine's has the engine's positions too.
+    """
+    for name, context in (("target", 1 << 20), ("draft", 64)):
+        (tmp_path / name).mkdir()
+        fields = {**SHAPE, "model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": context}
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    drafts = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    config = resolve(
+        EngineArgs(
+            model=str(tmp_path / "target"), max_model_len=128, skip_tokenizer_init=True, speculative_config=drafts
+        )
+    )
+    assert config.speculative is not None
+    cpu = torch.device("cpu")
+    for shape in (config.model, *config.speculative.shapes):
+        model = build_model(shape, Weights(DummySource(cpu), torch.bfloat16, cpu))
+        assert len(model.rotary.table(shape.rope, shape.rotary_dim)) == 128
+
+
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_multimodal_model_without_a_text_part_of_its_own(model_type: str) -> None:
     config = parse(model_type, vision_config={}, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]})
@@ -338,6 +359,8 @@ def test_an_encoder_s_epsilon() -> None:
             {"intermediate_size": 2**64},
             "intermediate_size must be an integer of at most 2147483647",
         ),
+        # There are lists of layers before a tensor is missing.
+        ("llama", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be an integer of at most 65536, got 2147"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation must be one of silu, .*, got 'tanh'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 for a llama, got 0.5"),
         (

@@ -7,19 +7,20 @@ from typing import Any
 
 from penstock.utils.errors import ConfigError
 
-# Sizes of tensors and kernels have 32 bits.
-_MOST = 2**31 - 1
+# Sizes of tensors and kernels have 32 bits. Of layers there are lists before any tensor shows that they exist.
+_MOST, _MOST_LAYERS = 2**31 - 1, 1 << 16
 
 
 def read_count(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     """Returns an integer field; `default` replaces a missing or null one.
 
-    Raises ConfigError for another type, a smaller number or one of more than 31 bits, KeyError if a field without a
-    default is missing.
+    Raises ConfigError for another type, a smaller number or one of more than 31 bits, or more than 65536 layers;
+    KeyError if a field without a default is missing.
     """
+    most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
     value = raw[name] if default is None else raw.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
-        bound = f"at most {_MOST}" if type(value) is int and value > _MOST else f"at least {least}"
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        bound = f"at most {most}" if type(value) is int and value > most else f"at least {least}"
         raise ConfigError(f"{name} must be an integer of {bound}, got {value!r}")
     return value

@@ -132,8 +132,10 @@ class ModelConfig:
         return min((source for layer, source in enumerate(self.kv_sources) if source != layer), default=None)
 
     def for_length(self, max_model_len: int) -> ModelConfig:
-        """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`)."""
-        return replace(self, rope=self.rope.for_length(max_model_len))
+        """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`): its rotary
+        tables have no more positions.
+        """
+        return replace(self, rope=self.rope.for_length(max_model_len), max_position_embeddings=max_model_len)
 
     def with_kv_cache(self, dtype: str) -> ModelConfig:
         """Returns the model with this `kv_cache_dtype`. Raises ConfigError if its KV cannot be stored in this way."""
