@@ -35,7 +35,7 @@ BUDGETS = {
     "loadgen": 504,
     "messages": 856,
     "metrics": 734,
-    "models": 2455,
+    "models": 2453,
     "parallel": 523,
     "penstock": 49,
     "router": 2461,

@@ -154,6 +154,25 @@ def test_files_that_have_one_tensor_are_refused_and_mistral_s_copy_is_not_read(t
         CheckpointSource(tmp_path)
 
 
+@pytest.mark.parametrize("outside", ["../other/model.safetensors", "{}/other/model.safetensors", "sub/a", 5])
+def test_an_index_names_files_of_its_own_folder(outside: Any, tmp_path: Path) -> None:
+    """The file of another folder is whole, and none of this checkpoint."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+        save_file(TENSORS, folder / "model.safetensors")
+    named = outside.format(tmp_path) if isinstance(outside, str) else outside
+    for file in ("model.safetensors", named):
+        index = {"weight_map": dict.fromkeys(TENSORS, "model.safetensors") | {"c": file}}
+        (own / "model.safetensors.index.json").write_text(json.dumps(index))
+        if file != named:
+            assert checkpoint_bytes(own, torch.float32) > 0
+    with pytest.raises(
+        ConfigError, match=r"own/model\.safetensors\.index\.json must map .* to names of files beside it"
+    ):
+        CheckpointSource(own)
+
+
 def test_a_model_is_downloaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """gpt-oss and Mistral's models have copies of the weights in the formats of their makers."""
     stored = ["config.json", "model-00001-of-00002.safetensors", "1_Pooling/config.json", "chat_template.jinja"]

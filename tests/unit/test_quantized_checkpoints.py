@@ -167,6 +167,21 @@ def test_experts_of_four_bit_floats(tmp_path: Path) -> None:
     assert torch.equal(found.dequantize(), values[1].T[4:12])
 
 
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int32])
+def test_four_bit_floats_are_stored_in_bytes(part: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    name = "layer.experts.gate_up_proj"
+    tensors, _ = micro_floats(name, torch.randn(3, 64, 16))
+    tensors[f"{name}_{part}"] = tensors[f"{name}_{part}"].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = read_quantization(tmp_path, {"quant_method": "mxfp4"})
+    with (
+        closing(open_weights(tmp_path, "auto", quantization=quantization)) as source,
+        pytest.raises(ConfigError, match=rf"{tmp_path}: .*'{name}' cannot be used: .*{dtype}.* not bytes"),
+    ):
+        source.read(name, (3, 16, 64), (slice(1, 2), slice(4, 12)))
+
+
 def edited(name: str, tensor: str, change: Any) -> tuple[Tensors, dict[str, Any]]:
     config, write = FORMATS[name]
     tensors, _ = write(WEIGHT.removesuffix(".weight"), torch.randn(ROWS, INPUTS))
@@ -249,8 +264,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     name: str, tensor: str, change: Any, message: str, tmp_path: Path
 ) -> None:
     tensors, config = edited(name, tensor, change)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         read(tmp_path, tensors, config, ALL)
+    assert str(tmp_path) in str(caught.value)
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
@@ -453,3 +469,28 @@ def test_targets_name_the_layers_whose_inputs_are_quantized(tmp_path: Path) -> N
     assert quantization is not None
     layers = ("model.0.attn.q_proj", "model.last", "model.0.mlp.up_proj", "other.model.last")
     assert [quantization.quantizes_inputs(layer) for layer in layers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("with_inputs", "without", "expected"),
+    [
+        ("Linear", "re:.*down_proj$", [True, False, True]),
+        ("re:.*down_proj$", "Linear", [False, True, False]),
+        ("Linear", "model.0.mlp.up_proj", [False, True, True]),
+        ("model.0.mlp.up_proj", "re:.*mlp.*", [True, False, False]),
+        ("re:.*mlp.*", "model.0.mlp.up_proj", [False, True, False]),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_groups_with_the_same_layer_the_one_that_names_it_counts(
+    with_inputs: str, without: str, expected: list[bool], is_first: bool, tmp_path: Path
+) -> None:
+    """As compressed-tensors matches targets: a name before a pattern, and this before the class, in any order."""
+    config = json.loads(json.dumps(FORMATS["int8 with int8 inputs"][0]))
+    group = config["config_groups"]["group_0"]
+    groups = [{**group, "targets": [with_inputs]}, {**group, "targets": [without], "input_activations": None}]
+    config["config_groups"] = dict(zip("ab", groups if is_first else groups[::-1], strict=True))
+    quantization = read_quantization(tmp_path, config)
+    assert quantization is not None
+    layers = ("model.0.mlp.up_proj", "model.0.mlp.down_proj", "model.0.attn.q_proj")
+    assert [quantization.quantizes_inputs(layer) for layer in layers] == expected

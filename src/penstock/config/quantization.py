@@ -40,7 +40,7 @@ class QuantizationConfig:
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
     is_reordered: bool = False  # act-order: such layers are dequantised when they are loaded
-    rounds_inputs: tuple[str, ...] = ()  # targets whose inputs are 8-bit integers too
+    targets: tuple[tuple[str, bool], ...] = ()  # and whether inputs are 8-bit integers too; that which counts is first
     formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
 
     @property
@@ -61,12 +61,13 @@ class QuantizationConfig:
     def quantizes_inputs(self, layer: str) -> bool:
         """Whether the inputs of a linear layer with weights in 8-bit integers are quantized as well.
 
-        A target is a layer's name, a pattern after "re:", or a class, of which only "Linear" has weights here.
+        A target is a layer's name, a pattern after "re:", or a class, of which only "Linear" has weights here. Of
+        several groups that have the layer, the one counts that says most: a name, then a pattern, then the class.
         """
-        return any(
-            re.match(target[3:], layer) is not None if target.startswith("re:") else target in (layer, "Linear")
-            for target in self.rounds_inputs
-        )
+        for target, rounds in self.targets:
+            if re.match(target[3:], layer) if target.startswith("re:") else target in (layer, "Linear"):
+                return rounds
+        return False
 
 
 def read_quantization(path: Path, raw: Any) -> QuantizationConfig | None:
@@ -154,8 +155,7 @@ def _read_gptq(reader: _Reader) -> QuantizationConfig:
 def _read_awq(reader: _Reader) -> QuantizationConfig:
     # AutoAWQ's own file has other names.
     reader.check("w_bit" if "w_bit" in reader.fields else "bits", (4,))
-    version = reader.fields.get("version")
-    if str(version).lower() not in ("gemm", "none"):
+    if str(reader.fields.get("version")).lower() not in ("gemm", "none"):
         reader.check("version", ("gemm",))
     return QuantizationConfig(AWQ, 4, reader.group("q_group_size" if "q_group_size" in reader.fields else "group_size"))
 
@@ -178,7 +178,7 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         options = reader / name
         if any(options.fields.get(key) not in (None, "dense", {}, []) for key in ("format", "config_groups")):
             raise ConfigError(f"{reader.path}: {options.prefix} is not supported: use another checkpoint")
-    groups, rounds_inputs = reader / "config_groups", list[str]()
+    groups, all_targets = reader / "config_groups", list[tuple[str, bool]]()
     sizes, blocks, all_bits, orders = set[int](), set[tuple[int, int] | None](), {8}, list[object]()
     for name in groups.fields:
         group = groups / name
@@ -195,15 +195,16 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         if strategy == "group":
             sizes.add(weights.group())
         blocks.add(_read_block(weights, "block_structure") if strategy == "block" else None)
-        if kind == "int" and inputs.fields:
+        rounds = kind == "int" and bool(inputs.fields)
+        all_targets += [(target, rounds) for target in targets]  # pyright: ignore[reportUnknownVariableType]
+        if rounds:
             if weights.fields.get("num_bits", 8) != 8:
                 reason = "inputs are rounded for weights of 8 bits only: use another checkpoint"
                 raise ConfigError(f"{reader.path}: {inputs.prefix} beside {min(all_bits)}-bit weights: {reason}")
             weights.check("strategy", ("channel", "tensor"))
-            for field, served in (("type", "int"), ("num_bits", 8), ("strategy", "token"), ("symmetric", True)):
-                inputs.check(field, (served,), {"type": "int", "num_bits": 8, "symmetric": True}.get(field))
-            inputs.check("dynamic", (True,))
-            rounds_inputs += _check_patterns(reader, targets)  # pyright: ignore[reportUnknownArgumentType]
+            defaults = {"type": "int", "num_bits": 8, "symmetric": True}
+            for field, served in {**defaults, "strategy": "token", "dynamic": True}.items():
+                inputs.check(field, (served,), defaults.get(field))
     if len(blocks - {None}) > 1:
         raise ConfigError(f"{reader.path}: {groups.prefix} have blocks of several sizes: use another checkpoint")
     return QuantizationConfig(
@@ -212,17 +213,18 @@ def _read_compressed(reader: _Reader) -> QuantizationConfig:
         group=sizes.pop() if len(sizes) == 1 else 0,
         block=next(iter(blocks - {None}), None),
         is_reordered="group" in orders,
-        rounds_inputs=tuple(rounds_inputs),
+        targets=_in_order(reader, all_targets) if any(rounds for _, rounds in all_targets) else (),
     )
 
 
-def _check_patterns(reader: _Reader, targets: Sequence[str]) -> Sequence[str]:
-    for target in targets:
+def _in_order(reader: _Reader, targets: Sequence[tuple[str, bool]]) -> tuple[tuple[str, bool], ...]:
+    """Returns names before patterns, and these before the class. Raises ConfigError for an unusable pattern."""
+    for target, _ in targets:
         try:
             ends_with_match(target.removeprefix("re:"), "model.layers.10.mlp.experts.127.gate_proj")
         except ValueError as error:
             raise ConfigError(f"{reader.path}: the target {target!r} cannot be matched: {error}") from None
-    return targets
+    return tuple(sorted(targets, key=lambda each: (each[0] == "Linear", each[0].startswith("re:"))))
 
 
 _READERS = {FP8: _read_fp8, COMPRESSED: _read_compressed, GPTQ: _read_gptq, AWQ: _read_awq}

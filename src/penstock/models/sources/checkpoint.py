@@ -27,7 +27,7 @@ class CheckpointSource:
         """`types` are those that are accepted: numbers of 8 bits mean nothing to a reader without scales."""
         self._types = types
         self._file_of = _locate(folder)
-        self._folder = folder
+        self.folder = folder
         self._open_files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
         self._progress = progress_of(len(self._file_of))
 
@@ -47,14 +47,14 @@ class CheckpointSource:
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a tensor's shape. Raises ConfigError if it is missing."""
         if name not in self._file_of:
-            raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
+            raise ConfigError(f"{self.folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
         try:
             return tuple(self._open_files[self._file_of[name]].get_slice(name).get_shape())
         except SafetensorError as error:
             raise ConfigError(f"{self._file(name)}: cannot read {name!r}: {error}") from None
 
     def _file(self, name: str) -> Path:
-        return self._folder / self._file_of[name]
+        return self.folder / self._file_of[name]
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -80,8 +80,9 @@ def _locate(folder: Path) -> dict[str, str]:
     index = read_json(folder / _INDEX)
     if index is not None:
         file_of = index.get("weight_map")
-        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-            raise ConfigError(f"{folder / _INDEX} must map tensor names to file names in weight_map")
+        # A name that leads out of the folder would be another checkpoint's file, or any other.
+        if not isinstance(file_of, dict) or any(Path(str(file)).name != file for file in file_of.values()):
+            raise ConfigError(f"{folder / _INDEX} must map tensor names to names of files beside it in weight_map")
     else:
         # Mistral's models have the same weights once more, under other names.
         files = sorted({path.name for path in folder.glob("*.safetensors")} - {"consolidated.safetensors"})

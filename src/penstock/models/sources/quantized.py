@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from penstock.config.quantization import AWQ, COMPRESSED, QuantizationConfig
 from penstock.kernels.quantized import E2M1, E4M3, QuantizedWeight, integers, signed_integers
-from penstock.models.sources.source import ALL, Part, WeightSource
+from penstock.models.sources.checkpoint import CheckpointSource
+from penstock.models.sources.source import ALL, Part
 from penstock.utils.errors import ConfigError
 
 _WEIGHT = ".weight"
@@ -30,20 +30,10 @@ _WORD_BITS = 32
 _AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 
-class ShapedSource(WeightSource, Protocol):
-    """A source of tensors as they are stored, which knows their shapes."""
-
-    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor that it has."""
-        ...
-
-
 class QuantizedSource:
     """A `WeightSource` over one with the stored tensors. Tensors that are not quantized pass unchanged."""
 
-    def __init__(self, source: ShapedSource, config: QuantizationConfig) -> None:
+    def __init__(self, source: CheckpointSource, config: QuantizationConfig) -> None:
         self._source = source
         self._config = config
 
@@ -57,7 +47,7 @@ class QuantizedSource:
         try:
             return self._reader(name)(name, shape, part)
         except ValueError as error:
-            raise ConfigError(f"the quantized tensor {name!r} cannot be used: {error}") from None
+            raise ConfigError(f"{self._source.folder}: the quantized tensor {name!r} cannot be used: {error}") from None
 
     def _reader(self, name: str) -> Callable[[str, Sequence[int], Part], torch.Tensor | QuantizedWeight]:
         layer = name.removesuffix(_WEIGHT)
@@ -215,6 +205,8 @@ class QuantizedSource:
         groups = inputs // 32
         blocks = self._source.read(f"{name}_blocks", (count, rows, groups, 16), (chosen, own))
         exponents = self._source.read(f"{name}_scales", (count, rows, groups), (chosen, own))
+        if {blocks.dtype, exponents.dtype} != {torch.uint8}:
+            raise ValueError(f"its blocks and scales are {blocks.dtype} and {exponents.dtype}, not bytes")
         # A power of two is the exponent of a bfloat16, but for the smallest, which is denormal.
         scales = (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16)
         codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-3)
