@@ -369,6 +369,15 @@ def test_a_tensor_without_numbers_or_with_a_part_of_a_block_is_refused(
         GGUFFile(file)
 
 
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """Few bytes would become many times as many of memory."""
+    file = tmp_path / "a.gguf"
+    places = [text(name) + number(1, 4) + number(64) + number(0, 4) + number(0) for name in (b"t", b"u")]
+    file.write_bytes(header(tensors=2) + b"".join(places) + bytes(256 + 32))
+    with pytest.raises(ConfigError, match=r"a\.gguf is damaged: its tensors overlap"):
+        GGUFFile(file)
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_beyond_the_file_allocates_nothing(name: str, tmp_path: Path) -> None:
     before, after = COUNTS[name]

@@ -91,7 +91,7 @@ class GGUFFile:
     """The metadata and the tensors of one file, which is mapped, not read; of a part, unless it is `open_gguf`'s."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file is not GGUF, is truncated, or has tensors of a type that is not read."""
+        """Raises ConfigError if the file is not GGUF, is damaged, or has tensors of a type that is not read."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -110,6 +110,8 @@ class GGUFFile:
             name = self._string()
             self.metadata[name] = self._value(self._integer(4))
         self.tensors = self._read_directory(num_tensors)
+        if sum(tensor.num_bytes for tensor in self.tensors.values()) > len(self._bytes):
+            raise ConfigError(f"{path} is damaged: its tensors overlap")
 
     @contextmanager
     def mapped_rows(self, name: str, first: int, end: int) -> Generator[np.ndarray]:
@@ -141,9 +143,8 @@ class GGUFFile:
         for number, part in enumerate(parts, 1):
             if part.num_parts != self.num_parts or part.metadata.get("split.no") != number:
                 raise ConfigError(f"{part.path} is not part {number + 1} of {self.num_parts} of {self.path}")
-            twice = next((name for name in part.tensors if name in self.tensors), None)
-            if twice is not None:
-                raise ConfigError(f"{part.path} has the tensor {twice!r} of another part")
+            for name in part.tensors.keys() & self.tensors:
+                raise ConfigError(f"{part.path} has the tensor {name!r} of another part")
             self.tensors.update(part.tensors)
         expected = self.metadata.get("split.tensors.count", len(self.tensors))
         if expected != len(self.tensors):
@@ -157,10 +158,9 @@ class GGUFFile:
             if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
                 raise ConfigError(f"{self.path}: tensor {name!r} has {num_dimensions} dimensions")
             shape = tuple(self._integer(8) for _ in range(num_dimensions))[::-1]
-            kind, offset = self._integer(4), self._integer(8)
             if name in found:
                 raise ConfigError(f"{self.path} has two tensors {name!r}")
-            found[name] = kind, shape, offset
+            found[name] = self._integer(4), shape, self._integer(8)
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ConfigError(f"{self.path}: general.alignment is {alignment!r}")
