@@ -23,11 +23,13 @@ constexpr int kLanes = penstock::ISA::kRegisterLanes;
 
 // With the sums of these rows, the vectors of a panel and a broadcast number of x, the registers are used up.
 #if defined(__AVX512F__)
-constexpr int64_t kFmaRows = 14, kRowsOfParts = kFmaRows;
-#elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
+constexpr int64_t kFmaRows = 14, kRowsOfParts = kFmaRows, kFmaBytesAhead = 4096;
+#elif defined(__AVX2__)
+constexpr int64_t kFmaRows = 3, kRowsOfParts = 6, kFmaBytesAhead = 1024;
+#elif defined(__aarch64__)
+constexpr int64_t kFmaRows = 3, kRowsOfParts = 6, kFmaBytesAhead = 4096;
 #else
-constexpr int64_t kFmaRows = 3, kRowsOfParts = kFmaRows;
+constexpr int64_t kFmaRows = 3, kRowsOfParts = kFmaRows, kFmaBytesAhead = 4096;
 #endif
 
 template <class ElementType>
@@ -36,7 +38,7 @@ struct Fma {
     static constexpr int64_t kRows = sizeof(Element) < 4 ? kRowsOfParts : kFmaRows;
     static constexpr bool kWholeBlocks = false;
     static constexpr int64_t kStepBytes = kPanel * sizeof(Element);
-    static constexpr int64_t kBytesAhead = 4096;
+    static constexpr int64_t kBytesAhead = kFmaBytesAhead;
     static constexpr int kVectors = kPanel / kLanes;
     static constexpr int64_t kChunk = 128;
     static constexpr int64_t kPanelsOfChunk = 4;
