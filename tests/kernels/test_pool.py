@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -30,3 +33,23 @@ def test_threads_are_woken_when_calls_in_a_row_have_taken_as_long_alone(useful_t
     found = [useful_threads(SHORT, 2) for _ in range(100)]
     assert set(found) <= {1, 2}
     assert 2 in found, "the calls together are worth it"
+
+
+def test_calls_that_take_longer_than_estimated_are_in_a_row_too(useful_threads: Callable[..., int]) -> None:
+    """A slow machine would never use a second thread if each call alone is worth less than waking one."""
+    code = """
+        import time
+        from penstock.kernels import native
+
+        useful_threads, work = native.library().common_function("useful_threads", "nn"), 60_000
+        for _ in range(100):
+            print(useful_threads(work, 2))
+            end = time.perf_counter_ns() + 3 * work
+            while time.perf_counter_ns() < end:
+                pass
+    """
+    # No thread is woken there, so the cost of waking one remains the first estimate.
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
+    first, *others = done.stdout.split()
+    assert first == "1"
+    assert "2" in others

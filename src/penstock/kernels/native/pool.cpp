@@ -16,7 +16,9 @@ constexpr int kSpinsPerClock = 50;
 constexpr int64_t kLeastNanoseconds = 16384;
 // What waking a thread costs until it has been measured, and the most that a measurement counts: the thread's core may have
 // been taken away for longer.
-constexpr int64_t kFirstCost = 32768, kMostCost = 1000000;
+constexpr int64_t kFirstCost = 65536, kMostCost = 1000000;
+// How many times as long as estimated a call may take on a slow or busy machine.
+constexpr int64_t kSlowest = 4;
 // How often the caller looks for the end of the last parts before it yields its core each time.
 constexpr int kSpins = 2000;
 constexpr int64_t kMostParts = (1 << 16) - 1;
@@ -60,7 +62,7 @@ public:
         const int64_t alone = work + (goes_on ? alone_.load(std::memory_order_relaxed) : 0);
         const bool is_worth_it = alone >= cost;
         alone_.store(is_worth_it ? 0 : alone, std::memory_order_relaxed);
-        alone_until_.store(now + work, std::memory_order_relaxed);
+        alone_until_.store(now + kSlowest * work, std::memory_order_relaxed);
         return is_worth_it ? most : 1;
     }
 
@@ -143,7 +145,7 @@ private:
     // Until a thread runs after it is woken, and the system call that wakes it.
     Average waking_{kFirstCost}, call_{0};
     std::atomic<int64_t> woken_at_{0};
-    // How long the latest calls take that would have used threads that sleep, and when the last of them ends.
+    // How long the latest calls take that would have used threads that sleep, and when the last of them ends at the latest.
     std::atomic<int64_t> alone_{0}, alone_until_{0};
 };
 
