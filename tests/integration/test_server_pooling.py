@@ -259,6 +259,8 @@ def test_rerank(path: str, reranker: ServerProcess, scores: list[float]) -> None
     assert post(reranker, path, cohere)["results"] == [
         {"index": each["index"], "relevance_score": each["relevance_score"]} for each in wanted
     ]
+    error = refused(*call(reranker.url + path, {"query": "x" * 10**6, "documents": ["a"]}))
+    assert (error["param"], "queries" in error["message"]) == ("query", False), error
 
 
 def test_cosines_as_scores(server: ServerProcess, llm: LLM) -> None:

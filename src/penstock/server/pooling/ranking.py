@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from penstock.frontend.scoring import Texts, plan_scores
 from penstock.server.openai.protocol import ERRORS
+from penstock.server.openai.translation import naming_fields
 from penstock.server.pooling.batch import Batch, Encoded, begin
 from penstock.server.pooling.protocol import RerankRequest, ScoreRequest
 
@@ -32,18 +33,17 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     """Returns the documents by descending score; equal ones keep their order."""
     batch = begin(request, body, "rerank", "documents")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    scores, encoded = await _score(batch, body.query, texts)
+    with naming_fields({"queries": "query"}):
+        scores, encoded = await _score(batch, body.query, texts)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     results: list[dict[str, Any]] = []
     for index in order[: body.top_n or None]:
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": texts[index]}
-        results.append(result)
+        document = {} if body.return_documents is False else {"document": {"text": texts[index]}}
+        results.append({"index": index, "relevance_score": scores[index], **document})
     usage = batch.usage(encoded)
     # Cohere's clients read the tokens here.
-    meta = {"tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}}
-    return batch.answer({"results": results, "usage": usage, "meta": meta})
+    tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}
+    return batch.answer({"results": results, "usage": usage, "meta": {"tokens": tokens}})
 
 
 async def _score(batch: Batch, queries: Texts, documents: Texts) -> tuple[list[float], Encoded]:
