@@ -43,7 +43,7 @@ BUDGETS = {
     "server": 4675,
     "simulation": 3782,
     "tokenizer": 350,
-    "utils": 721,
+    "utils": 720,
     "verify": 783,
     "worker": 650,
 }

@@ -20,7 +20,7 @@ from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.router.bodies import continued
 from penstock.router.reported_stream import ReportedStream
 from penstock.utils.errors import RequestError
-from penstock.utils.stream_reports import ASK, MISMATCH_STATUS, STREAM_HEADER, ReportKind, name_of, read_event
+from penstock.utils.stream_reports import ASK, STREAM_HEADER, ReportKind, name_of, read_event
 from tests.integration.checkpoints import make_checkpoint
 from tests.integration.server_process import ServerProcess, serve
 from tests.quantized_formats import quantize_checkpoint
@@ -372,7 +372,7 @@ def test_the_server_refuses_in_words_what_it_cannot_continue(server: ServerProce
     name, _ = stream(server.url, path, COMPLETION)
     assert name is not None
     fields = {**json.loads(name), "fingerprint": "another"}
-    assert refusal(server, path, {**COMPLETION, **given}, json.dumps(fields))[0] == MISMATCH_STATUS
+    assert refusal(server, path, {**COMPLETION, **given}, json.dumps(fields))[0] == 409
     for asked in ("{}", "none", json.dumps({**fields, "id": "é"}), json.dumps({**fields, "created": -1}), "9" * 9999):
         assert refusal(server, path, {**COMPLETION, **given}, asked)[0] == 400
     for fields, message in (

@@ -27,7 +27,6 @@ import msgspec
 STREAM_HEADER = "X-Penstock-Stream"
 ASK = "report"
 """The header's value in the first request of a stream."""
-MISMATCH_STATUS = 409
 _MAX_HEADER = 2048
 _MAX_NUMBER = 2**53
 _ID_BYTES = 16
