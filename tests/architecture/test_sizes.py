@@ -41,7 +41,7 @@ BUDGETS = {
     "router": 2461,
     "runner": 2877,
     "server": 4675,
-    "simulation": 3782,
+    "simulation": 3781,
     "tokenizer": 350,
     "utils": 720,
     "verify": 783,

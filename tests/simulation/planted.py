@@ -186,6 +186,10 @@ def _ignore_contradiction(original: Original, self: Any, report: Any) -> Any:
 # ---- Scheduler ----
 
 
+def _take_any_slot(original: Original, self: Any) -> int:
+    return self._slots.pop(next(iter(self._slots))) if self._slots else original(self)
+
+
 def _keep_rejected(original: Original, self: Any, num_tokens: int, num_drafts: int, num_sampled: int) -> None:
     original(self, num_tokens, num_drafts, num_sampled)
     self.num_computed_tokens += 1 + num_drafts - num_sampled if num_sampled else 0
@@ -396,6 +400,11 @@ BUGS = (
         "plain",
         changes("runner.host_batch:read_plan", _count_twice),
     ),
+    bug(
+        "an engine without requests never sleeps",
+        "plain",
+        changes(f"{_SCHEDULER}.seconds_until_due", lambda original, self, now: original(self, now) or 0.0),
+    ),
     bug("the optimistic count decides what is published", "plain", within(f"{_KV}.publish", _OPTIMISTIC_COUNT)),
     bug(
         "the optimistic count decides what leaves the window",
@@ -425,7 +434,7 @@ BUGS = (
     bug(
         "the slot of a running adapter is taken",
         "adapters",
-        changes(f"{_ADAPTERS}._free_slot", lambda original, self: self._slots.pop(next(iter(self._slots)), 0)),
+        changes(f"{_ADAPTERS}._free_slot", _take_any_slot),
     ),
     bug(
         "the salt is left out of the hash",

@@ -28,6 +28,9 @@ _MOVER = "kv_transfer.p2p.moves:Mover"
 _JOBS = "kv_transfer.p2p.jobs:WorkerJobs"
 
 _NEVER = float("inf")
+_NEVER_IDLE = changes(
+    f"{_EXCHANGE}.has_pending_work", lambda original, self: bool(self._producer.num_held) or original(self)
+)
 
 
 # ---- The engine that has prefilled ----
@@ -245,7 +248,9 @@ PD_BUGS = (
     bug(
         "the engine's epoch is left out of the names of its workers' jobs",
         "pd_restart_same_address",
-        changes(f"{_JOBS}._on_wire", lambda original, self, name: f"epoch:{name}"),
+        changes(
+            f"{_JOBS}._on_wire", lambda original, self, name: msgspec.structs.replace(original(self, name), epoch="")
+        ),
     ),
     bug(
         "a job ends with the first rank's report",
@@ -290,11 +295,6 @@ PD_BUGS = (
         "pd_drafts",
         changes("kv_transfer.topology.planner:sources", _without_drafter),
     ),
-    bug(
-        "an engine with leases is never idle",
-        "pd_serial",
-        changes(
-            f"{_EXCHANGE}.has_pending_work", lambda original, self: bool(self._producer.num_held) or original(self)
-        ),
-    ),
+    bug("an engine with leases is never idle", "pd_serial", _NEVER_IDLE),
+    bug("an engine with leases and tiers is never idle", "several_connectors", _NEVER_IDLE),
 )

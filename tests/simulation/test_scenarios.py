@@ -31,12 +31,14 @@ HAPPENS = {
     "rejections_of_every_length": {"drafts", "preemptions"},
     "changing_draft_depth": {"accepted_drafts"},
     "tiny_pool": {"preemptions", "aborts"},
+    "full_prefix_hits": {"prefix_hit_tokens"},
     "tenants": {"loaded_tokens"},
     "adapters": {"loaded_tokens", "prefix_hit_tokens"},
     "migrated_streams": {"crashes", "continued", "loaded_tokens", "prefix_hit_tokens"},
     "routing_of_halves": {"decode", "prefill", "changes", "good", "learning"},
     "routing_with_siblings": {"sibling", "whole", "changes", "good", "learning"},
     "id_reuse": {"aborts", "loaded_tokens"},
+    "row_reuse": {"aborts", "foreign_results"},
     "shared_store": {"loaded_tokens", "num_promoted"},
     "shared_store_with_drafts": {"loaded_tokens", "accepted_drafts", "num_promoted"},
     "handoff": {"loaded_tokens", "accepted_drafts", "num_promoted"},
@@ -66,11 +68,19 @@ HAPPENS = {
     "other_split": {"loaded_tokens", "accepted_drafts", "num_promoted"},
     "sliding_windows": {"loaded_tokens", "failed_loads"},
     "loads_behind_steps": {"preemptions", "loaded_tokens", "failed_loads"},
+    "recurrent": {"preemptions", "accepted_drafts", "prefix_hit_tokens"},
+    "offload_recurrent": {"loaded_tokens", "accepted_drafts", "num_promoted"},
     "offload": {"loaded_tokens", "num_promoted"},
+    "offload_with_drafts": {"preemptions", "loaded_tokens", "accepted_drafts"},
     "offload_small": {"preemptions", "num_promoted"},
     "offload_hungry": {"preemptions", "loaded_tokens"},
     "offload_wrong_bytes": {"num_corrupted", "loaded_tokens"},
-    "offload_failing_disk": {"num_promotions_failed", "num_cascades_failed", "late_reports"},
+    "offload_failing_disk": {
+        "num_promotions_failed",
+        "num_cascades_failed",
+        "num_unknown_results",
+        "late_reports",
+    },
     "offload_crash": {"crashes", "disk_losses", "old_reports", "loaded_tokens"},
     "layerwise_loads": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "several_connectors": {"loaded_tokens", "tiers.num_loads", "tiers.num_promoted", "p2p.p2p_consumer_completed"},
@@ -86,17 +96,20 @@ HAPPENS = {
     "pipeline_aborts": {"aborts", "foreign_results", "accepted_drafts"},
     "pipeline_preemption": {"preemptions", "foreign_results"},
     "pipeline_drafts": {"accepted_drafts", "foreign_results"},
+    "pipeline_long_prompts": {"aborts", "foreign_results"},
     "pipeline_shared_heads": {"accepted_drafts", "foreign_results"},
     "pipeline_dying_rank": {"crashes", "foreign_results"},
     "pipeline_store": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "pd_serial": {"loaded_tokens", "p2p_consumer_not_needed"},
     "pd_concurrent": {"loaded_tokens", "failed_loads", "p2p_consumer_not_needed"},
     "pd_prefix_hits": {"loaded_tokens", "prefix_hit_tokens", "p2p_producer_not_needed"},
+    "pd_shared_prefix": {"shared", "prefix_hit_tokens", "loaded_tokens"},
     "pd_multi_turn": {"turn2_asked_tokens", "turn3_asked_tokens", "prefix_hit_tokens"},
     "pd_block_sizes": {"loaded_tokens", "failed_loads"},
     "pd_splits": {"loaded_tokens"},
     "pd_drafts": {"loaded_tokens", "accepted_drafts"},
     "pd_windows": {"loaded_tokens", "failed_loads"},
+    "pd_recurrent": {"loaded_tokens", "failed_loads", "prefix_hit_tokens"},
     "pd_tiny_pools": {"loaded_tokens", "preemptions"},
     "pd_many": {"loaded_tokens"},
     "pd_connections": {
@@ -165,7 +178,7 @@ def test_an_engine_that_cannot_start_again_has_failed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     happened: Counter[str] = Counter()
-    missing = HAPPENS.get(name, set())
+    missing = HAPPENS[name]
     num_seeds = NUM_PAIR_SEEDS if name.startswith("pd_") else NUM_SEEDS
     for seed in range(num_seeds * MOST):
         if seed >= num_seeds and not missing:

@@ -7,6 +7,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.request import Request
+from penstock.router.dispatcher import Dispatcher
 from penstock.simulation.scenarios import SCENARIOS
 from tests.architecture.sources import ROOT
 
@@ -72,6 +73,24 @@ def test_a_violation_ends_with_the_command_that_replays_it(
     assert words[:4] == ["penstock", "simulate", "--scenario", "plain"]
     assert main(words[1:]) == 1
     assert capsys.readouterr().out.splitlines() == [*report, replay], "the replay differs"
+
+
+def test_a_failed_assertion_of_the_router_ends_with_the_command_that_replays_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Dispatcher) -> None:
+        raise AssertionError("the counts differ")
+
+    monkeypatch.setattr(Dispatcher, "check_integrity", fail)
+    assert main(["simulate", "--scenario", "routing_of_halves", "--seed", "5"]) == 1
+    report = capsys.readouterr().out.splitlines()
+    assert report[0] == "tick 0: an assertion failed: the counts differ"
+    assert report[-1] == "penstock simulate --scenario routing_of_halves --seed 5"
+
+
+def test_more_processes_than_the_system_allows_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--scenario", "routing_of_halves", "--jobs", str((1 << 63) - 1)]) == 0
+    assert capsys.readouterr().out.startswith("1 worlds, ")
 
 
 def test_the_documentation_has_every_scenario() -> None:

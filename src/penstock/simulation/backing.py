@@ -120,6 +120,11 @@ class BackingContext:
         """Whether a byte of memory is corrupted in this tick."""
         return self.has_faults and self._rng.random() < self.setup.faults.corrupt / 4
 
+    def is_repeated(self) -> bool:
+        """Whether the end of a backing's job is reported twice."""
+        rate = self.setup.faults.repeated
+        return rate > 0 and self.has_faults and self._rng.random() < rate
+
     def pick(self, count: int) -> int:
         """Draws a number below `count`."""
         return self._rng.randrange(count)

@@ -51,6 +51,9 @@ class SeveralBackings(Backing):
     def is_stopped(self, name: str) -> bool:
         return any(child.is_stopped(name) for child in self._children.values())
 
+    def has_news(self, name: str) -> bool:
+        return any(child.has_news(name) for child in self._children.values())
+
     @property
     def is_settled(self) -> bool:
         return all(child.is_settled for child in self._children.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from penstock.utils.stream_reports import ReportKind, report_line
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request in an engine. `abort_at` is a tick, -1 for never; `next_engine` continues it when it has ended. It
-    arrives in tick `not_before` at the earliest, and the engine may refuse it as invalid if it `may_be_refused`.
+    arrives in tick `not_before` at the earliest.
     """
 
     request: EngineRequest
@@ -32,7 +33,6 @@ class LiveRequest:
     abort_at: int
     next_engine: str = ""
     not_before: int = 0
-    may_be_refused: bool = False
     submitted_at: int = 0
     received: list[int] = field(default_factory=list[int])
     stream: ReportedStream = field(default_factory=ReportedStream)
@@ -88,7 +88,7 @@ class Clients:
         self._stems = [self._random_tokens(self._traffic.max_stem) for _ in range(self._traffic.num_stems)]
         self._used_ids: list[str] = []
         self._num_drawn = 0
-        self.counters: dict[str, float] = {}
+        self.counters = Counter[str]()
 
     @property
     def is_done(self) -> bool:
@@ -114,7 +114,7 @@ class Clients:
         event = report(lost.expected[len(lost.received) :], is_last=False)
         assert not lost.stream.feed(event[: self._rng.randrange(len(event))], False), "half an event is none"
         lost.stream.restart()
-        self.counters["continued"] = self.counters.get("continued", 0) + 1
+        self.counters["continued"] += 1
         request = replace(lost.request, output_token_ids=tuple(lost.stream.token_ids[0]))
         engine = self._rng.choice(self._names)
         return LiveRequest(

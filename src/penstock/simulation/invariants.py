@@ -49,10 +49,7 @@ def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch
     """Raises ViolationError. With `everything`, checks all published blocks instead of only the new ones."""
     check_transfers(engine, touching)
     check_counts(engine)
-    if everything:
-        check_published(engine, contents, engine.pool.published())
-    else:
-        check_published(engine, contents, engine.pool.newly_published)
+    check_published(engine, contents, engine.pool.published() if everything else engine.pool.newly_published)
     engine.pool.newly_published.clear()
 
 

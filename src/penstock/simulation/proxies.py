@@ -74,7 +74,6 @@ class Proxies(Clients):
         self._pairs: Disaggregation = setup.disaggregation
         self._prefillers = names[: self._pairs.num_prefill]
         self._decoders = names[self._pairs.num_prefill :]
-        self._gone: set[str] = set()
         self._num_names = self._num_rendezvous = 0
 
     def arrivals(self, tick: int, live: dict[str, LiveRequest]) -> list[LiveRequest]:
@@ -91,7 +90,7 @@ class Proxies(Clients):
         if done.is_serial_prefill:
             if output.kv_transfer_params is None:
                 assert self._pairs.hold_share < 1, f"{done.request.request_id} was answered without parameters"
-                self._count("not_held")
+                self.counters["not_held"] += 1
                 return self._decodes(done.turn, {}, tick)
             return self._hand_over(done.turn, output.kv_transfer_params, tick)
         if done.is_decode and done.turn.number < self._pairs.turns:
@@ -104,9 +103,9 @@ class Proxies(Clients):
             return [replace(lost, received=[], abort_at=self._abort_at(tick))]
         turn = replace(lost.turn, decoder=self._rng.choice(self._decoders), is_retried=True)
         if self._rng.random() < 0.5:
-            self._count("begun_again")
+            self.counters["begun_again"] += 1
             return self._begin(replace(turn, rendezvous=self._rendezvous()), tick)
-        self._count("retried")
+        self.counters["retried"] += 1
         return [self._decode(turn, lost.request.sampling_params.kv_transfer_params, tick)]
 
     def after_error(self, failed: LiveRequest, tick: int) -> list[LiveRequest]:
@@ -116,7 +115,6 @@ class Proxies(Clients):
     def redirected(self, each: LiveRequest) -> list[LiveRequest]:
         """Without a prefill engine D computes the prompt; in the concurrent style D already has the request."""
         assert isinstance(each, _Part) and each.turn is not None and not each.is_decode
-        self._gone.add(each.engine)
         return [self._decode(each.turn, None, each.not_before)] if each.is_serial_prefill else []
 
     # ---- Turns ----
@@ -152,7 +150,7 @@ class Proxies(Clients):
         style = self._pairs.style
         if style == "mixed":
             style = self._rng.choice(("serial", "concurrent"))
-        self._count(f"turn{turn.number}_prompt_tokens", len(turn.prompt))
+        self.counters[f"turn{turn.number}_prompt_tokens"] += len(turn.prompt)
         if style == "serial":
             return [self._begin_serially(turn, tick)]
         return self._begin_concurrently(turn, tick)
@@ -160,7 +158,7 @@ class Proxies(Clients):
     def _begin_serially(self, turn: _Turn, tick: int) -> _Part:
         prefilled = turn
         if self._rng.random() < self._pairs.shared:
-            self._count("shared")
+            self.counters["shared"] += 1
             prefilled = replace(turn, prompt=turn.prompt[: self._rng.randrange(1, len(turn.prompt) + 1)])
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         part = self._prefill(prefilled, params, tick, is_serial=True)
@@ -181,11 +179,11 @@ class Proxies(Clients):
         }
         prefilled = turn
         if rng.random() < pairs.altered:
-            self._count("altered")
+            self.counters["altered"] += 1
             prefilled = replace(turn, prompt=tuple(self._prompt()))
         parts = self._decodes(turn, fetch, times[0])
         if rng.random() < pairs.prefill_missing:
-            self._count("prefills_missing")
+            self.counters["prefills_missing"] += 1
         else:
             parts.append(self._prefill(prefilled, {"do_remote_decode": True, "transfer_id": name}, times[1]))
         rng.shuffle(parts)
@@ -195,17 +193,17 @@ class Proxies(Clients):
         """Sends D the parameters of P's answer; the proxy may lose, delay or alter them."""
         rng, pairs = self._rng, self._pairs
         if rng.random() < pairs.answer_lost:
-            self._count("answers_lost")
+            self.counters["answers_lost"] += 1
             return []
         late = 0
         if rng.random() < pairs.answer_late:
-            self._count("answers_late")
+            self.counters["answers_late"] += 1
             late = rng.randrange(round(2 * pairs.hold_seconds / TICK_SECONDS))
         if rng.random() < pairs.altered:
-            self._count("altered")
+            self.counters["altered"] += 1
             turn, params = self._altered(turn, params)
         if rng.random() < pairs.misled:
-            self._count("misled")
+            self.counters["misled"] += 1
             params = self._misled(turn, params)
         return self._decodes(turn, params, tick + late)
 
@@ -213,7 +211,7 @@ class Proxies(Clients):
         prompt = [*turn.prompt, *output, *self._random_tokens(1 + self._rng.randrange(self._traffic.max_suffix))]
         if len(prompt) + 2 > self._setup.max_model_len:
             return []
-        self._count("further_turns")
+        self.counters["further_turns"] += 1
         following = self._make_turn(tuple(prompt), turn.cache_salt, turn.number + 1, turn.decoder)
         following.prefiller = turn.prefiller
         return self._begin(following, tick)
@@ -227,7 +225,7 @@ class Proxies(Clients):
         """Returns D's request, and the same for a second engine if the proxy repeats it."""
         parts: list[LiveRequest] = [self._decode(turn, params, not_before)]
         if self._rng.random() < self._pairs.replayed:
-            self._count("replayed")
+            self.counters["replayed"] += 1
             decoder = self._rng.choice(self._decoders)
             again = replace(turn, name=f"{turn.name}x", decoder=decoder, number=self._pairs.turns)
             later = self._rng.choice((0, 0, self._rng.randrange(_MAX_APART)))
@@ -306,6 +304,3 @@ class Proxies(Clients):
     @staticmethod
     def _digest(turn: _Turn) -> bytes:
         return digest_prompt(turn.prompt, (turn.cache_salt or "").encode())
-
-    def _count(self, name: str, by: float = 1) -> None:
-        self.counters[name] = self.counters.get(name, 0) + by

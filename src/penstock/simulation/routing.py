@@ -18,7 +18,7 @@ from penstock.router.dispatcher import Computing, Dispatcher, Limits, Plan, Rout
 from penstock.router.instances import Instance, Role, Signal
 from penstock.router.pool import Member, Pool
 from penstock.router.rates import Rate
-from penstock.simulation.trace import Trace, ViolationError
+from penstock.simulation.trace import Trace, ViolationError, describe
 from penstock.simulation.world import RunResult
 
 _OFTEN = 80
@@ -85,6 +85,7 @@ class RoutingWorld:
         self._tried_at: dict[tuple[str, str], float] = {}
 
     def run(self) -> RunResult:
+        """Raises nothing: failures are in the result."""
         rng, setup = self._rng, self._setup
         changes = {rng.randrange(setup.num_requests) for _ in range(setup.num_changes)}
         now = 100.0
@@ -94,11 +95,12 @@ class RoutingWorld:
                 self._change(rng.choice(self._urls))
             try:
                 now = self._ask(f"r{number}", now + rng.expovariate(1 / setup.pause))
-            except ViolationError as error:
-                return self._result(number, str(error), self._trace.about(error.subjects))
-        return self._result(setup.num_requests, "", [])
+            except Exception as error:  # noqa: BLE001 - the result says what it was
+                return self._result(number, *describe(error))
+        return self._result(setup.num_requests)
 
-    def _result(self, number: int, violation: str, trace: list[str]) -> RunResult:
+    def _result(self, number: int, violation: str = "", subjects: tuple[str, ...] = ()) -> RunResult:
+        trace = self._trace.about(subjects) if violation else []
         return RunResult(self._trace.digest(), number, violation, trace, dict[str, float](self._counters))
 
     def _change(self, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,7 +19,11 @@ Run = tuple[str, int]
 
 
 def run_worlds(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
-    """Yields results in the order of `runs`, so that the first violation does not depend on the number of processes."""
+    """Yields results in the order of `runs`, so that the first violation does not depend on the number of processes.
+
+    More processes than processors have no use, and the system may not allow them.
+    """
+    jobs = min(jobs, os.cpu_count() or 1)
     if jobs == 1:
         for each in runs:
             with errors_only():

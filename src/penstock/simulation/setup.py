@@ -24,8 +24,9 @@ class Faults:
     """Probabilities per transfer, per report, per tick. They end with tick `Setup.fault_ticks`.
 
     `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports arrive some steps
-    later, `repeated` ones twice; `contradicted` failures of a rank are preceded by a success report. `crash` ends an
-    engine, `worker_error` makes a rank raise an exception, `disk_loss` empties the disk.
+    later, `repeated` ones twice, as do the results of the disk; `contradicted` failures of a rank are preceded by a
+    success report. `crash` ends an engine, `worker_error` makes a rank raise an exception, `disk_loss` empties the
+    disk.
 
     Between engine cores, `slow_messages` take up to `max_delay` seconds, a connection is `broken` before, within or
     after a message, or `refused`; a `partition` delays all messages between two engines, a `stop` stops an engine's

@@ -156,7 +156,6 @@ class SimEngine:
         trace: Trace,
     ) -> None:
         self.name = site.name
-        self.life = site.life
         self.pool = WatchedPool(site.cache, site.name, trace)
         self.kv = KVCacheManager(site.cache, setup.prefix_caching)
         self.kv.pool = self.pool

@@ -82,24 +82,21 @@ class SimDisk:
         return key in self._files
 
     def submit_store(self, job: TransferJob) -> bool:
-        return self._submit(job)
-
-    def submit_load(self, job: TransferJob) -> bool:
-        return self._submit(job)
-
-    def _submit(self, job: TransferJob) -> bool:
         fault = self._context.fault_of()
         # A disk that never answers is modelled as one that answers too late.
         delay = _NEVER if fault.kind is FaultKind.LOST_COMPLETION and job.is_promotion else fault.delay
         self._jobs.append(_Job(job, self._context.clock.now() + delay, fault.kind))
         return True
 
+    submit_load = submit_store
+
     def get_finished_jobs(self) -> list[JobResult]:
         # When faults have stopped, hanging jobs end too.
         now = self._context.clock.now() if self._context.has_faults else 2 * _NEVER
         due = [job for job in self._jobs if job.due <= now]
         self._jobs = [job for job in self._jobs if job.due > now]
-        return [self._finish(each) for each in due]
+        ended = [self._finish(each) for each in due]
+        return [each for each in ended for _ in range(1 + self._context.is_repeated())]
 
     def _finish(self, ended: _Job) -> JobResult:
         job = ended.job
@@ -332,6 +329,7 @@ class _Life:
     region: OffloadRegion
     disk: SimDisk
     manager: _Manager
+    scheduler: _Scheduler
     chunks: ChunkFormat
     workers: Mapping[ShardId, _Worker]
 
@@ -364,7 +362,7 @@ class OffloadBacking(Backing):
         given = scheduler.worker_setup()
         attached = _Region.attach(given.memory, given.chunk_bytes, given.states)
         workers = {shard: _Worker(attached, shard, chunks, ranks, context) for shard in ranks.shards}
-        self._lives[site.name] = _Life(region, disk, manager, chunks, workers)
+        self._lives[site.name] = _Life(region, disk, manager, scheduler, chunks, workers)
         return Parts(scheduler, workers)
 
     def _make_manager(self, region: OffloadRegion, disk: SimDisk) -> _Manager:
@@ -394,6 +392,11 @@ class OffloadBacking(Backing):
         for worker in self._lives[name].workers.values():
             for _, places, _ in worker.copies.open_loads():
                 yield from (Touch(block_id, writes=True) for _, block_id in places)
+
+    def has_news(self, name: str) -> bool:
+        """True if there are jobs of the disk or of workers, or blocks for which they have not begun."""
+        scheduler, manager = self._lives[name].scheduler, self._lives[name].manager
+        return bool(scheduler._offers or scheduler._new_loads or len(scheduler._ledger) or manager._jobs)
 
     def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
         for life in self._lives.values():

@@ -33,6 +33,14 @@ class ViolationError(AssertionError):
         self.subjects = subjects
 
 
+def describe(error: Exception) -> tuple[str, tuple[str, ...]]:
+    """Returns what is wrong with a world in which this was raised, and the subjects to look at."""
+    if isinstance(error, ViolationError):
+        return str(error), error.subjects
+    what = "an assertion failed" if isinstance(error, AssertionError) else type(error).__name__
+    return f"{what}: {error}", ()
+
+
 class Trace:
     def __init__(self) -> None:
         self.tick = 0

@@ -23,7 +23,7 @@ from penstock.simulation.proxies import Proxies
 from penstock.simulation.ranks import InjectedError
 from penstock.simulation.setup import TICK_SECONDS, Setup, engine_name
 from penstock.simulation.sim_engine import ReportFaults, SimEngine, make_site
-from penstock.simulation.trace import Trace, ViolationError
+from penstock.simulation.trace import Trace, ViolationError, describe
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import ConfigError, EngineDeadError, RequestError, RequestFailedError
 
@@ -56,8 +56,7 @@ class World:
         self._trace = Trace()
         self._answers = Answers(setup.layers)
         num_tokens_ahead = max(each.num_tokens_ahead for each in setup.layers)
-        sizes = {setup.block_size, *setup.block_sizes}
-        self._contents = {size: Contents(size, num_tokens_ahead) for size in sorted(sizes)}
+        self._contents = {size: Contents(size, num_tokens_ahead) for size in (setup.block_size, *setup.block_sizes)}
         self._context = BackingContext(setup, self._clock, random.Random(f"{seed} transport"))
         self._backing = (make_backing or BACKINGS[setup.backing])(self._context)
         self._numbers = {engine_name(number): number for number in range(len(setup.topologies))}
@@ -84,13 +83,10 @@ class World:
                 self._tick(tick)
                 tick += 1
             self._check_end()
-        except ViolationError as violation:
-            return self._result(tick, str(violation), violation.subjects)
         except Exception as error:  # noqa: BLE001 - the result says what it was
             # A world may be refused as a whole; an engine that has started can start again.
             if not isinstance(error, ConfigError) or tick:
-                what = "an assertion failed" if isinstance(error, AssertionError) else type(error).__name__
-                return self._result(tick, f"{what}: {error}", ())
+                return self._result(tick, *describe(error))
             self._count("refused")
         return self._result(tick)
 
@@ -111,7 +107,7 @@ class World:
             # An engine may be slower than the others.
             engine = self._engines[name]
             if engine.needs_step and not self._backing.is_stopped(name) and self._rng.random() < 0.9:
-                if engine.is_idle and not self._backing.has_news(name):
+                if engine.is_idle and not (engine.core.has_transfers and self._backing.has_news(name)):
                     raise ViolationError(f"{name} requests a step although it has nothing to do")
                 self._step(engine, tick)
         self._clock.advance(TICK_SECONDS)
@@ -169,10 +165,7 @@ class World:
         try:
             core.add_request(request)
         except RequestError as error:
-            if not each.may_be_refused:
-                raise ViolationError(f"{request.request_id} was refused: {error}", request.request_id) from error
-            self._count("refused_requests")
-            return
+            raise ViolationError(f"{request.request_id} was refused: {error}", request.request_id) from error
         except RequestFailedError as error:
             message = f"{request.request_id} could not be added: {error.__cause__}"
             raise ViolationError(message, request.request_id) from error
