@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.utils.errors import ConfigError
 
-# Sizes of tensors and kernels have 32 bits. Of layers there are lists before any tensor shows that they exist.
+# Sizes of tensors and kernels have 32 bits. Lists of layers are made before any tensor is read.
 _MOST, _MOST_LAYERS = 2**31 - 1, 1 << 16
 
 

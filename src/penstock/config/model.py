@@ -132,8 +132,8 @@ class ModelConfig:
         return min((source for layer, source in enumerate(self.kv_sources) if source != layer), default=None)
 
     def for_length(self, max_model_len: int) -> ModelConfig:
-        """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`): its rotary
-        tables have no more positions.
+        """Returns the model as an engine with this longest context computes it (`RopeConfig.for_length`), with
+        rotary tables of that many positions.
         """
         return replace(self, rope=self.rope.for_length(max_model_len), max_position_embeddings=max_model_len)
 

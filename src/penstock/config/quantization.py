@@ -40,7 +40,7 @@ class QuantizationConfig:
     counts_zeros_from_one: bool = False
     block: tuple[int, int] | None = None  # rows and columns that share a scale, if weights are 8-bit floats in blocks
     is_reordered: bool = False  # act-order: such layers are dequantised when they are loaded
-    targets: tuple[tuple[str, bool], ...] = ()  # and whether inputs are 8-bit integers too; that which counts is first
+    targets: tuple[tuple[str, bool], ...] = ()  # with whether inputs are 8-bit integers too, most specific first
     formats: tuple[str, ...] = ()  # of a GGUF file's matrices, that of most bytes first
 
     @property
@@ -61,8 +61,8 @@ class QuantizationConfig:
     def quantizes_inputs(self, layer: str) -> bool:
         """Whether the inputs of a linear layer with weights in 8-bit integers are quantized as well.
 
-        A target is a layer's name, a pattern after "re:", or a class, of which only "Linear" has weights here. Of
-        several groups that have the layer, the one counts that says most: a name, then a pattern, then the class.
+        A target is a layer's name, a pattern after "re:", or a class, of which only "Linear" has weights here. If
+        several match the layer, the most specific decides: its name before a pattern, a pattern before the class.
         """
         for target, rounds in self.targets:
             if re.match(target[3:], layer) if target.startswith("re:") else target in (layer, "Linear"):

@@ -46,7 +46,7 @@ def make_output(
 ) -> EngineOutput:
     """Returns the output with the request's new tokens and their data, or its vector.
 
-    A request that allows no token after these has ended with an error.
+    If the request's constraints allow no further token, the output has the error too.
     """
     request_id, is_error = request.request_id, request.finish_reason is FinishReason.ERROR
     return EngineOutput(

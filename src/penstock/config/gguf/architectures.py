@@ -207,7 +207,7 @@ def _rope_scaling(file: GGUFFile, family: Family, fields: Mapping[str, Any]) -> 
     kind = fields.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"{file.path}: rope.scaling.type is {kind!r}, and Penstock reads none, linear and yarn")
-    # The first files have the second name, and no type.
+    # Old files have `rope.scale_linear` instead, and no type.
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     if kind == "none" or not factor:
         return None
