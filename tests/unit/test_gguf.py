@@ -638,6 +638,19 @@ def test_tokens_of_phi_3_take_the_spaces_after_them(tmp_path: Path) -> None:
         assert spelled == f"<s> <|user|> {spaces}a <|endoftext|> \u2581 </s> {space}a"
 
 
+def test_a_list_of_expert_counts_is_refused(tmp_path: Path) -> None:
+    shape = {name.replace("qwen3", "llama"): value for name, value in SHAPE.items()}
+    experts = {"llama__embedding_length": 64, "llama__expert_used_count": 2, "llama__expert_count": [4, 4]}
+    write(tmp_path / "a.gguf", embedding(), **shape, **experts, architecture="llama")
+    with pytest.raises(ConfigError, match="a list where one value is expected"):
+        unpack_gguf(tmp_path / "a.gguf", needs_tokenizer=False)
+
+
+def test_fields_of_recurrent_layers_do_not_concern_other_families(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", embedding(), **SHAPE, qwen3__ssm__time_step_rank=0)
+    assert GGUFSource(tmp_path / "a.gguf").has("model.embed_tokens.weight")
+
+
 def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", embedding(7), **SHAPE, **VOCABULARY, qwen3__attention__causal=False)
     with pytest.raises(ConfigError, match="is_causal of a qwen3 must be true: only encoders attend"):

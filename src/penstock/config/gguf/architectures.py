@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from penstock.config.gguf.families import FAMILIES, WITH_EXPERTS
 from penstock.config.gguf.family import Family, head_size, largest
 from penstock.config.gguf.file import GGUFFile, read_vector
@@ -67,7 +69,7 @@ def family_of(file: GGUFFile) -> Family:
             f"{file.path} has the architecture {architecture!r}, and Penstock reads GGUF files of "
             f"{', '.join(FAMILIES)}: use the safetensors checkpoint"
         )
-    if architecture in WITH_EXPERTS and file.metadata.get(f"{architecture}.expert_count"):
+    if architecture in WITH_EXPERTS and np.any(file.metadata.get(f"{architecture}.expert_count", 0)):
         return WITH_EXPERTS[architecture]
     return FAMILIES[architecture]
 

@@ -38,7 +38,7 @@ class Orders:
         self._head_dim = head_size(fields) if family.has_pairs else 0
         self._is_tiled = family.has_tiled_values
         self._values: _ValueHeads | None = None
-        if "ssm.time_step_rank" in fields:
+        if "linear_attn.in_proj_a" in family.tensors:
             count = fields["ssm.time_step_rank"]
             sizes = (fields["ssm.inner_size"] // count, fields["ssm.state_size"])
             self._values = _ValueHeads(count, fields["ssm.group_count"], *sizes)
