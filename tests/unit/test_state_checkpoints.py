@@ -152,6 +152,40 @@ def test_the_state_that_another_engine_begins_with_outlives_a_long_answer() -> N
     assert kv.pool.state_counts.held == 0
 
 
+def test_a_connector_finds_no_state_that_its_request_has_released() -> None:
+    """It may be asked to store old blocks too, and the block has another request's state by then."""
+    kv = manager(num_states=5)
+    run(kv, list(range(17)))
+    request = make_request([*range(17), *range(50, 60)])
+    assert start(kv, request) == 16
+    assert [index for index, block_id in enumerate(kv.published_blocks(request)[1]) if block_id] == [3, 5]
+    decode(kv, request, 9)
+    other = make_request(list(range(100, 130)), "b")
+    start(kv, other)
+    own = kv.block_ids(request)[1]
+    assert all(block_id in (NULL_BLOCK, own[index]) for index, block_id in enumerate(kv.published_blocks(request)[1]))
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("num_local", [0, 2])
+@pytest.mark.parametrize("num_loaded", [1, 2, 4])
+def test_a_state_that_is_loaded_by_the_step_that_needs_it_has_a_block(num_local: int, num_loaded: int) -> None:
+    """Wherever it is: without one the step would begin with the state of no tokens."""
+    kv = manager(num_uncertain=3)
+    run(kv, list(range(num_local * BLOCK_SIZE + 1)))
+    request, end = make_request([*range(9), *range(50, 90)]), num_local + num_loaded
+    hit = kv.find_prefix(request)
+    assert hit.num_blocks == num_local
+    assert kv.admit(request, hit, request.num_tokens + 3, num_loaded * BLOCK_SIZE) is not None
+    assert states_of(kv, request)[: end + 1] == [False] * (end - 1) + [True, False]
+    request.admit(1, end * BLOCK_SIZE)
+    step(kv, request, request.num_tokens - end * BLOCK_SIZE, [1000])
+    kv.release(request, fence=0)
+    kv.check_integrity()
+    follower = make_request([*request.prompt_token_ids[: end * BLOCK_SIZE], 99, 98], "b")
+    assert kv.find_prefix(follower).num_blocks == end, "it is found like a state that was computed"
+
+
 def test_the_state_before_accepted_drafts_is_published_when_it_contains_them() -> None:
     kv = manager(num_uncertain=3)
     request = make_request(list(range(14)))

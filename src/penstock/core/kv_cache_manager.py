@@ -142,7 +142,7 @@ class KVCacheManager:
         num_present = hit.num_tokens + num_external
         needed = [group.first_needed_block(num_present) for group in self._groups]
         starts = [min(max(hit.num_blocks, first), num_present // self.block_size) for first in needed]
-        checkpoints = self._checkpoints(request, hit)
+        checkpoints = self._checkpoints(request, hit, num_present)
         new = self._new_blocks(starts, num_tokens, checkpoints)
         hits = [
             [NULL_BLOCK] * min(first, hit.num_blocks) + list(ids[first:])
@@ -173,11 +173,12 @@ class KVCacheManager:
         self._extend(tables, new, num_tokens)
         return self.block_ids(request)
 
-    def _checkpoints(self, request: Request, hit: PrefixHit) -> Checkpoints:
-        """Returns the request's checkpoints: among others the last that an equal prompt can begin with, and where its
-        prompt differs from those that other requests have computed.
+    def _checkpoints(self, request: Request, hit: PrefixHit, num_present: int) -> Checkpoints:
+        """Returns the request's checkpoints: among others the last that an equal prompt can begin with, where its
+        prompt differs from those that other requests have computed, and the one that it begins with itself: a step that
+        loads it needs a block for it.
         """
-        ends = {(request.num_tokens - 1) // self.block_size, hit.num_shared_blocks}
+        ends = {(request.num_tokens - 1) // self.block_size, hit.num_shared_blocks, num_present // self.block_size}
         return Checkpoints(self._checkpoint_blocks, frozenset(end - 1 for end in ends))
 
     def count_hit(self, request: Request, hit: PrefixHit) -> None:
@@ -191,7 +192,7 @@ class KVCacheManager:
         holding = self._holdings[request.request_id]
         if self._has_windows:
             self._release_behind_window(holding)
-        if not self._lacks_blocks(holding, num_tokens):
+        if not holding.tables or len(holding.tables[0]) >= cdiv(num_tokens, self.block_size):
             return self._no_blocks
         new = self._new_blocks(map(len, holding.tables), num_tokens, holding.checkpoints)
         if not self.pool.has_room(*self._count(new)):
@@ -322,9 +323,6 @@ class KVCacheManager:
         """Removes all cached prefixes; returns False, and does nothing, while any request holds blocks."""
         return self.pool.clear_cache()
 
-    def _lacks_blocks(self, holding: _Holding, num_tokens: int) -> bool:
-        return bool(holding.tables) and len(holding.tables[0]) < cdiv(num_tokens, self.block_size)
-
     def _new_blocks(self, starts: Iterable[int], num_tokens: int, checkpoints: Checkpoints) -> list[Sequence[int]]:
         """Returns the indices of the blocks that each group needs from `starts` on, for `num_tokens` in total."""
         end = cdiv(num_tokens, self.block_size)
@@ -367,7 +365,9 @@ class KVCacheManager:
                 keeps = group.spec.is_recurrent and request.is_continued_elsewhere
                 kept = self._end_of_prompt(request) if keeps else None
                 self.pool.release([table[index] for index in gone if index != kept])
-                table[gone.start : gone.stop] = [table[index] if index == kept else NULL_BLOCK for index in gone]
+                left = [table[index] if index == kept else NULL_BLOCK for index in gone]
+                # A connector must not find them either: another request's content would be taken for this one's.
+                table[gone.start : gone.stop] = holding.published[number][gone.start : gone.stop] = left
                 holding.num_released[number] = end
 
     def _end_computing(self, holding: _Holding, end: int) -> None:
