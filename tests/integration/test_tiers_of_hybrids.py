@@ -19,7 +19,7 @@ from penstock import ConfigError, SamplingParams
 from penstock.core.block_hash import BlockHash, extend_chain, root_hash
 from tests.architecture.sources import ROOT
 from tests.integration.checkpoints import COMMON, make_checkpoint
-from tests.integration.test_disaggregation import complete
+from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 from tests.integration.test_identity_families import HYBRIDS, MAX_TOKENS, Answer, answer, engine
 from tests.integration.test_kv_connectors import offloading
 
@@ -129,7 +129,7 @@ def test_a_restarted_engine_continues_at_the_last_stored_state(
 
 _STORES_UNTIL_KILLED = """
 import itertools, json, sys
-from tests.integration.test_disaggregation import complete
+from tests.integration.test_disaggregation import complete, disaggregated, transfer_config
 from tests.integration.test_identity_families import engine
 from tests.integration.test_kv_connectors import offloading
 from tests.integration.test_tiers_of_hybrids import PARAMS
@@ -182,3 +182,50 @@ def check_second_turn(conversation: Conversation, folder: Path) -> None:
 def test_a_memory_tier_that_is_too_small_for_a_state(conversation: Conversation) -> None:
     with pytest.raises(ConfigError, match=r"at least \d+, one KV block and one state"):
         engine(conversation.path, enable_prefix_caching=True, kv_transfer_config=offloading(cpu_bytes_to_use=1 << 12))
+
+
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 3, "pipeline_layers": "1,1,3"}
+"""The second layer of the small Nemotron-H is experts alone: its rank has no part of the cache."""
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
+    folder = tmp_path_factory.mktemp("nemotron")
+    make_checkpoint("nemotron-h", folder, torch.bfloat16)
+    plain = engine(folder / "nemotron-h")
+    wanted = answer(complete(plain, list(range(NUM_PROMPT_TOKENS)), PARAMS))
+    plain.shutdown()
+    return folder / "nemotron-h", wanted
+
+
+def test_a_rank_that_stores_nothing_has_a_tier(nemotron: tuple[Path, Answer]) -> None:
+    path, wanted = nemotron
+    llm = engine(path, enable_prefix_caching=True, kv_transfer_config=offloading(), **STAGES)
+    for num_cached in (0, AFTER_PROMPT):
+        found = complete(llm, list(range(NUM_PROMPT_TOKENS)), PARAMS)
+        assert (answer(found), found.num_cached_tokens) == (wanted, num_cached)
+        assert llm.reset_prefix_cache()
+    llm.check_integrity()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
+@pytest.mark.parametrize("divided", ["kv_producer", "kv_consumer", "both"])
+def test_a_rank_that_stores_nothing_sends_and_receives(
+    nemotron: tuple[Path, Answer], divided: str, transport: str
+) -> None:
+    path, wanted = nemotron
+    prefill, decode = (
+        engine(
+            path,
+            enable_prefix_caching=True,
+            kv_transfer_config=transfer_config(role, transport=transport),
+            **(STAGES if divided in (role, "both") else {}),
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )
+    found = disaggregated(prefill, decode, list(range(NUM_PROMPT_TOKENS)), PARAMS)
+    assert (answer(found), found.num_cached_tokens) == (wanted, AFTER_PROMPT)
+    for llm in (prefill, decode):
+        llm.check_integrity()
+        llm.shutdown()

@@ -83,7 +83,7 @@ class OffloadingWorker(NullWorkerConnector):
         self._block_bytes = {layer.group: view.layout.block_bytes(layer.group) for layer in view.layout.layers}
         # A device copies in parallel with the steps, so the load is not divided.
         most = _LOAD_BYTES_PER_STEP if view.layout.is_host_visible else sys.maxsize
-        self._bytes_per_step = max(most, *self._block_bytes.values())
+        self._bytes_per_step = max([most, *self._block_bytes.values()])
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, OffloadMetadata), metadata

@@ -34,8 +34,8 @@ def digest_edges(first: int, end: int, unit: int) -> np.ndarray:  # [num_units +
 
 
 def digest_order(sender: KVLayout) -> tuple[str, ...]:
-    """Returns the order of axes in which both sides digest the KV of a sender with this layout."""
-    return sender.layers[0].axes
+    """Returns the order of axes in which both sides digest the KV of a sender with this layout, which may have none."""
+    return sender.layers[0].axes if sender.layers else ()
 
 
 def check_order(local: KVLayout, sender: KVLayout, slices: Sequence[LayerSlice]) -> None:
