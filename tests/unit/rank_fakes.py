@@ -88,7 +88,7 @@ def make_facts(
     return facts
 
 
-def make_engine_config(**given: int | str) -> EngineConfig:
+def make_engine_config(**given: float | str) -> EngineConfig:
     """Returns the configuration of the built-in model; planning uses only its limits."""
     args = {"max_model_len": 64, "max_num_batched_tokens": 64, **given}
     return resolve(EngineArgs(**args)).on_device("cpu")  # pyright: ignore[reportArgumentType]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,11 +24,13 @@ from tests.unit.rank_fakes import (
     DRAFT,
     HEAD_SIZE,
     NUM_HEADS,
+    PLENTY,
     WINDOWS,
     heads_of,
     layer_name,
     make_engine_config,
     make_facts,
+    make_rank,
 )
 
 GRIDS = [(pp, tp, None) for pp, tp in itertools.product(range(1, 5), range(1, 5))]
@@ -108,6 +111,46 @@ def test_the_rank_with_the_least_room_decides() -> None:
     budgets[1, 1] = MemoryBudget(total=MIB * 200, in_use=MIB * 190)
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         plan_cache(make_engine_config(), make_facts(2, 2, memory=budgets))
+
+
+ATTENTION = KVCacheSpec.keys_and_values(4, HEAD_SIZE, "bfloat16")
+STATE = KVCacheSpec.states(4, 2 * 16 * HEAD_SIZE, 0, 4)  # as many bytes as two blocks of an attention
+
+
+def hybrid_facts(stages: Sequence[str], memory: MemoryBudget = PLENTY) -> list[WorkerFacts]:
+    """Returns the facts of stages with these layers: A has attention, and R is recurrent."""
+    return [
+        structs.replace(
+            make_rank((stage, 0)),
+            kv_cache_specs={f"{stage}.{n}": STATE if kind == "R" else ATTENTION for n, kind in enumerate(kinds)},
+            memory=memory,
+        )
+        for stage, kinds in enumerate(stages)
+    ]
+
+
+@pytest.mark.parametrize(
+    "stages", [("AR",), ("ARRR", "A"), ("A", "AR"), ("RRRR", "AA"), ("RRRRRR", "A", "A", "A")], ids="-".join
+)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_no_rank_has_more_blocks_and_states_than_fit(stages: tuple[str, ...], share: float) -> None:
+    """Though a stage may have most of the recurrent layers, or no other ones."""
+    budget = MemoryBudget(total=MIB * 200, in_use=MIB * 100)
+    facts = hybrid_facts(stages, budget)
+    _, cache = plan_cache(make_engine_config(state_cache_share=share), facts)
+    taken = [part_of(cache, each).num_bytes for each in facts]
+    assert 0.99 * budget.left(0.9) < max(taken) <= budget.left(0.9)
+    of_states = sum(cache.num_states * part_of(cache, each).bytes_per_state for each in facts)
+    assert of_states / sum(taken) == pytest.approx(share, abs=0.01)
+
+
+def test_a_request_needs_no_more_states_than_it_has_tokens_for() -> None:
+    """However large a step is; and an error names what has too many of them kept."""
+    common: dict[str, int | str] = {"max_num_batched_tokens": 8192, "state_checkpoint_interval": 16}
+    _, cache = plan_cache(make_engine_config(kv_cache_memory=40 * 4096, **common), hybrid_facts(["AR"]))
+    assert cache.num_states == 20
+    with pytest.raises(ConfigError, match=r"for 5 states .* needs up to \d\d: raise .* or state_checkpoint_interval"):
+        plan_cache(make_engine_config(kv_cache_memory=10 * 4096, **common), hybrid_facts(["AR"]))
 
 
 def test_ranks_in_one_memory_share_it(caplog: pytest.LogCaptureFixture) -> None:

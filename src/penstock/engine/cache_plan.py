@@ -42,9 +42,10 @@ def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[Sche
     per_rank = bytes_per_block(smallest, facts)
     if not any(per_rank.values()):
         raise ConfigError("all layers are recurrent; Penstock needs at least one layer with attention")
-    # Recurrent layers add their share of the memory to that of every block.
-    share = config.cache.state_share if smallest.has_states else 0.0
-    costs = {shard: math.ceil(num_bytes / (1 - share)) for shard, num_bytes in per_rank.items()}
+    # Recurrent layers add their share of the memory to that of every block, on each rank by its part of a state.
+    states, share = bytes_per_state(smallest, facts), config.cache.state_share
+    added = sum(per_rank.values()) * share / (1 - share) / max(1, sum(states.values()))
+    costs = {shard: math.ceil(num_bytes + added * states[shard]) for shard, num_bytes in per_rank.items()}
     num_blocks = _num_blocks(config.cache, facts, costs)
     max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens + limits.num_lookahead_tokens
     longest = longest_request(groups, block_size, num_blocks, max_in_flight)
@@ -83,13 +84,11 @@ def _with_states(
 ) -> KVCacheConfig:
     """Adds the blocks for states. Raises ConfigError if they are too few for one request."""
     cache, size = config.cache, planned.block_size
-    kv_bytes, state_bytes = (
-        sum(each.values()) for each in (bytes_per_block(planned, facts), bytes_per_state(planned, facts))
-    )
+    kv_bytes, state_bytes = sum(bytes_per_block(planned, facts).values()), sum(bytes_per_state(planned, facts).values())
     interval = cache.checkpoint_interval or max(_LEAST_INTERVAL * size, cdiv(state_bytes * size, kv_bytes))
     interval = round_up(interval, size)
     num_states = int(planned.num_blocks * kv_bytes * cache.state_share / (1 - cache.state_share)) // state_bytes
-    max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens
+    max_in_flight = min(limits.max_model_len, limits.max_num_in_flight * limits.max_num_batched_tokens)
     num_uncertain = limits.max_num_drafts + limits.num_lookahead_tokens
     needed = states_for_one_request(limits.max_num_in_flight, max_in_flight, interval, num_uncertain // size)
     if cache.num_blocks_override is not None:
@@ -98,8 +97,8 @@ def _with_states(
         mib = state_bytes / 2**20
         raise ConfigError(
             f"state_cache_share={cache.state_share} leaves room for {num_states} states of recurrent layers, of "
-            f"{mib:.1f} MiB each, and one request needs up to {needed}: raise state_cache_share, kv_cache_memory "
-            "or gpu_memory_utilization, or lower max_num_batched_tokens"
+            f"{mib:.1f} MiB each, and one request needs up to {needed}: raise state_cache_share, kv_cache_memory, "
+            "gpu_memory_utilization or state_checkpoint_interval, or lower max_num_batched_tokens"
         )
     return replace(
         planned,
