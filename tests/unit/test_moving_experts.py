@@ -321,6 +321,15 @@ def test_a_copy_from_a_rank_that_has_ended_fails(model: ModelConfig) -> None:
     assert mover.end().reports == ()
 
 
+def test_a_piece_that_took_long_delays_the_next_one_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be stopped for minutes within it: moves go on when it continues."""
+    mover, pauses = ExpertMover({}, {}, (0, 0)), list[float]()
+    monkeypatch.setattr(mover._is_over, "wait", pauses.append)
+    for seconds in (0.001, 60.0):
+        mover._pause(seconds)
+    assert pauses == [pytest.approx(0.019), 1.0]
+
+
 def test_experts_without_the_native_library_do_not_move(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
     monkeypatch.setattr("penstock.models.experts.has_gpu_kernels", lambda device: True)
     with pytest.raises(ConfigError, match="enable_eplb needs the native library"):

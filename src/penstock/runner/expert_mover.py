@@ -26,8 +26,9 @@ from penstock.utils.shared_memory import attach_memory
 logger = logging.get_logger(__name__)
 
 _PIECE_BYTES = 1 << 20
-# A copy takes at most this share of a core's time, because the steps need all cores.
-_SHARE_OF_TIME = 0.05
+# A copy takes at most this share of a core's time, because the steps need all cores. Pauses are no longer than this, in
+# seconds: a process that was stopped for a minute within a piece would otherwise pause for a third of an hour.
+_SHARE_OF_TIME, _LONGEST_PAUSE = 0.05, 1.0
 
 
 class ExpertStep(Protocol):
@@ -124,7 +125,7 @@ class ExpertMover:
             self._ended.append(TransferReport(move.transfer_id, self._shard, status))
 
     def _pause(self, seconds: float) -> None:
-        self._is_over.wait(seconds * (1 / _SHARE_OF_TIME - 1))
+        self._is_over.wait(min(seconds * (1 / _SHARE_OF_TIME - 1), _LONGEST_PAUSE))
 
 
 def copy_expert(
