@@ -231,6 +231,16 @@ def test_a_call_that_cannot_be_repeated_ends_the_recording() -> None:
     assert torch.equal(norm(x), rms_norm(x, weight, 1e-5))
 
 
+def test_numbers_that_are_made_a_tensor_end_the_recording() -> None:
+    """Its memory is used for others as soon as the tensor is gone."""
+    x = torch.randn(2, 4)
+    result, recorded = recording.record(
+        [lambda x: rms_norm(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), 1e-5)], x, [x], recording.Workspace()
+    )
+    assert torch.equal(result, rms_norm(x, torch.tensor([1.0, 2.0, 3.0, 4.0]), 1e-5))
+    assert recorded is None
+
+
 def test_a_recording_imports_no_compiler() -> None:
     """Torch imports its own for an ordinary dispatch mode, which takes longer than a step of a large model."""
     code = """

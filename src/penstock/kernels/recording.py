@@ -126,9 +126,14 @@ class _TorchOperations(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         if func in _ALLOCATIONS:
             return self._workspace.allocate_like(result)
-        if not all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+        # A tensor of Python's numbers is said to be a view, of memory that nothing keeps.
+        if func is _aten.lift_fresh.default or not all(map(_is_view, func._schema.returns)):
             self._calls.is_complete = False
         return result
+
+
+def _is_view(returned: Any) -> bool:
+    return returned.alias_info is not None and not returned.alias_info.is_write
 
 
 def record(
@@ -149,5 +154,4 @@ def record(
             x = part(x)
             ends.append(len(calls.functions))
             results.append(x)
-    native = library()
-    return x, Recording(native, ends, calls, results) if native is not None and calls.is_complete else None
+    return x, Recording(native, ends, calls, results) if calls.is_complete and (native := library()) else None
