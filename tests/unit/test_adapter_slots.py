@@ -87,21 +87,22 @@ def test_a_running_adapter_keeps_its_slot() -> None:
     assert world.run(world.add("c")) == (1, "c")
     assert world.run(world.add("a")) == (0, "")
     world.end(oldest)
-    assert not world.slots.has_room(world.add("b"), 1)  # the second one with "a" still runs
+    assert not world.slots.has_room(world.add("b"), object())  # the second one with "a" still runs
 
 
 def test_a_request_that_waits_is_not_overtaken_by_others_with_adapters() -> None:
     world = World(num_slots=2, max_running=1)
     running = world.add("a")
     world.run(running)
-    assert world.slots.has_room(world.add("a"), 1)
-    assert not world.slots.has_room(world.add("b"), 1)
-    assert not world.slots.has_room(world.add("a"), 1)
-    assert world.slots.has_room(world.add(""), 1)
-    # In the next step the order decides again.
-    assert world.slots.has_room(world.add("a"), 2)
+    plan = object()
+    assert world.slots.has_room(world.add("a"), plan)
+    assert not world.slots.has_room(world.add("b"), plan)
+    assert not world.slots.has_room(world.add("a"), plan)
+    assert world.slots.has_room(world.add(""), plan)
+    # In the next plan the order decides again.
+    assert world.slots.has_room(world.add("a"), object())
     world.end(running)
-    assert world.slots.has_room(world.add("b"), 3)
+    assert world.slots.has_room(world.add("b"), object())
 
 
 def test_without_an_adapter_nothing_is_needed() -> None:
@@ -109,7 +110,7 @@ def test_without_an_adapter_nothing_is_needed() -> None:
     world = World(1, 1)
     request = world.add("")
     loads: list[AdapterLoad] = []
-    assert slots.has_room(request, 1)
+    assert slots.has_room(request, object())
     assert slots.acquire(request, loads) == NO_SLOT
     slots.release(request)
     assert loads == []
@@ -135,6 +136,32 @@ def test_lost_slots_are_noticed() -> None:
     world.slots._free.clear()
     with pytest.raises(AssertionError, match="a slot is lost"):
         world.slots.check_integrity(world.requests)
+
+
+def test_a_slot_that_becomes_free_is_given_in_the_next_step_that_is_made() -> None:
+    """A plan of nothing is dropped while a step is in flight: it has the number of the plan that follows."""
+    cache = KVCacheConfig(24, 4, (KVCacheGroup(("layer.0",), KVCacheSpec.keys_and_values(1, 1, "float32")),))
+    config = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_model_len=20, max_num_in_flight=2)
+    slots = AdapterSlots(LoraConfig(num_slots=1, max_running=1, max_rank=8))
+    scheduler = Scheduler(config, KVCacheManager(cache, enable_prefix_caching=False), adapters=slots)
+    for name in "ab":
+        data = EngineRequest(
+            request_id=name,
+            prompt_token_ids=(1, 2, 3),
+            sampling_params=SamplingParams(max_tokens=1),
+            max_tokens=1,
+            seed=0,
+            adapter=ADAPTERS[name],
+        )
+        scheduler.add_request(data)
+    first = scheduler.schedule()
+    assert first is not None
+    assert set(first.num_scheduled_tokens) == {"a"}
+    assert scheduler.schedule() is None
+    scheduler.update_from_output(first, ModelRunnerOutput(sampled_token_ids={"a": (1,)}))
+    second = scheduler.schedule()
+    assert second is not None
+    assert set(second.num_scheduled_tokens) == {"b"}
 
 
 def test_a_request_that_cannot_run_yet_does_not_keep_a_running_adapter_from_others() -> None:

@@ -24,7 +24,7 @@ class AdapterSlots:
         self._free = list(reversed(range(self._num_slots)))
         # Slots by the digest of their adapter, the one whose last request began the longest ago first.
         self._slots: dict[bytes, int] = {}
-        self._full_in_step = -1
+        self._full_in: object = None  # the plan
         self._num_requests: Counter[bytes] = Counter()
         self._num_running: Counter[bytes] = Counter()
 
@@ -38,16 +38,19 @@ class AdapterSlots:
         if request.data.adapter is not None:
             _count_down(self._num_requests, request.data.adapter.digest)
 
-    def has_room(self, request: Request, step: int) -> bool:
-        """Returns whether the request could run in this step as far as adapters are concerned. If one has to wait, so
+    def has_room(self, request: Request, plan: object) -> bool:
+        """Returns whether the request could begin in this plan as far as adapters are concerned. If one has to wait, so
         have all with adapters that are asked about after it: else it would wait as long as others keep coming.
+
+        Every plan is an object of its own: one that is not carried out has the number of the next one, and says nothing
+        about that.
         """
         adapter = request.data.adapter
         if adapter is None:
             return True
         if adapter.digest not in self._num_running and len(self._num_running) == self._max_running:
-            self._full_in_step = step
-        return self._full_in_step != step
+            self._full_in = plan
+        return self._full_in is not plan
 
     def acquire(self, request: Request, loads: list[AdapterLoad]) -> int:
         """Returns the slot of a request that begins to run; what the workers must load for it is added to `loads`."""

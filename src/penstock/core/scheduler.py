@@ -284,7 +284,7 @@ class Scheduler:
             if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
             may_run = not self._grammars.is_compiling(request.request_id) and self._remote.has_turn(request)
-            if not may_run or not self.adapters.has_room(request, plan.step):
+            if not may_run or not self.adapters.has_room(request, plan):
                 continue
             hit = self._kv.find_prefix(request)
             # A running request is about to publish the next block. With priorities, its priority may be lower.
