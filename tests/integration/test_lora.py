@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from penstock import (
     SamplingParams,
 )
 from penstock.config.model_path import resolve_model_path
+from penstock.frontend.adapters import AdapterStore
 from penstock.messages.adapters import Adapter
 from penstock.models.lora import LoraModel
 from tests.integration.checkpoints import COMMON, make_checkpoint
@@ -421,6 +423,65 @@ def test_adapters_come_and_go_under_load(adapters: Adapters, more: dict[str, Any
         await llm.check_integrity()
         await llm.shutdown()
         assert not folder.exists()
+
+    asyncio.run(run())
+
+
+def test_requests_of_one_adapter_share_its_load(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those that come while it is loaded wait for it, also if its folder is written in another way or the request that
+    began the load is cancelled: a thread cannot be, and no other load may run beside it.
+    """
+    (prompt, params), one, two = requests()[0], *adapters.loras[1:]
+    assert one is not None
+    assert two is not None
+    paths: list[str] = []
+    busy, most, copy = 0, 0, AdapterStore.copy
+
+    def slow_copy(store: AdapterStore, name: str, path: str) -> Adapter:
+        nonlocal busy, most
+        paths.append(path)
+        busy += 1
+        most = max(most, busy)
+        time.sleep(0.3)
+        try:
+            return copy(store, name, path)
+        finally:
+            busy -= 1
+
+    monkeypatch.setattr(AdapterStore, "copy", slow_copy)
+
+    async def run() -> None:
+        llm = await AsyncLLM.start(str(adapters.path), **{**PLAIN, "enable_lora": True})
+        cancelled = asyncio.create_task(collect(llm, prompt, params, one))
+        await asyncio.sleep(0.1)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert busy == 1
+        found = await asyncio.gather(*(collect(llm, prompt, params, each) for each in (one, one, two, two)))
+        assert found == [adapters.expected[number][0] for number in (1, 1, 2, 2)]
+        assert (paths, most) == ([one.lora_path, two.lora_path], 1)
+        again = replace(one, lora_path=f"{one.lora_path}/")
+        assert await collect(llm, prompt, params, again) == adapters.expected[1][0]
+        with pytest.raises(RequestError, match="other contents"):
+            await collect(llm, prompt, params, replace(one, lora_path=two.lora_path))
+        # The copy that a cancelled caller has left is known, and so it is removed.
+        third = asyncio.create_task(llm.load_lora("third", str(shutil.copytree(one.lora_path, tmp_path / "third"))))
+        await asyncio.sleep(0.1)
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
+        while busy:
+            await asyncio.sleep(0.05)
+        folder = Path(llm.lora(one.lora_name).folder).parent  # pyright: ignore[reportOptionalMemberAccess]
+        for name in list(llm.loras):
+            await llm.unload_lora(name)
+        for _ in range(100):
+            if not os.listdir(folder):
+                break
+            await asyncio.sleep(0.1)
+        assert os.listdir(folder) == []
+        await llm.shutdown()
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -346,12 +347,10 @@ class AsyncLLM:
         return self._adapters.get(lora_name)
 
     async def load_lora(self, lora_name: str, lora_path: str) -> None:
-        """Loads an adapter. Raises RequestError and ConfigError as `AdapterStore.load` does."""
-        try:
-            async with self._adapter_change:
-                self._adapters.add(lora_path, await asyncio.to_thread(self._adapters.copy, lora_name, lora_path))
-        finally:
-            self._clean_later()
+        """Loads an adapter, to the end even if the caller is cancelled. Raises RequestError and ConfigError as
+        `AdapterStore.load` does.
+        """
+        await self._load(lora_name, lora_path, lambda: None)
 
     async def unload_lora(self, lora_name: str) -> None:
         """Removes an adapter; requests that have it continue. Raises RequestError for an unknown name."""
@@ -364,14 +363,21 @@ class AsyncLLM:
 
     async def _resolve(self, request: LoRARequest) -> Adapter:
         """Returns the adapter of a request; only one that must be loaded waits for other changes."""
-        known = self._adapters.known(request)
-        if known is not None:
-            return known
-        await self.load_lora(request.lora_name, request.lora_path)
-        known = self._adapters.known(request)
-        if known is None:
-            raise RequestError(f"the adapter {request.lora_name!r} was unloaded meanwhile", "lora_request")
-        return known
+        known = functools.partial(self._adapters.known, request)
+        return known() or await self._load(request.lora_name, request.lora_path, known)
+
+    async def _load(self, name: str, path: str, known: Callable[[], Adapter | None]) -> Adapter:
+        """Loads an adapter, unless it is `known` when its turn comes: others may have waited for the same one."""
+
+        async def load() -> Adapter:
+            try:
+                async with self._adapter_change:
+                    return known() or self._adapters.add(path, await asyncio.to_thread(self._adapters.copy, name, path))
+            finally:
+                self._clean_later()
+
+        # A thread cannot be cancelled: the next change must not begin before it has ended, and its copy must be known.
+        return await asyncio.shield(load())
 
     async def _has_forgotten(self, replica: Replica, digest: bytes) -> bool:
         # A core that is restarted or dead has no adapters.
