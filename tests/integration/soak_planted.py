@@ -88,7 +88,7 @@ def main(kind: str, folder: str) -> int:
             "weight": lambda: plant_in_tensor(
                 lambda model: model.layers[4].feed_forward.down.own._apply._into._packed.packed
             ),
-            "table": lambda: plant_in_tensor(lambda model: model.rotary),
+            "table": lambda: plant_in_tensor(lambda model: model.rotary._made[0][-1]),
             "token": lambda: plant_in_tokens(lambda token_ids: tuple(token_id ^ 1 for token_id in token_ids)),
             "loss": lambda: plant_in_tokens(lambda token_ids: ()),
         }[kind]()

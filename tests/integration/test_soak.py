@@ -89,7 +89,7 @@ def test_a_request_without_its_tokens_is_named() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "named"), [("table", "rotary"), ("token", "token")])
+@pytest.mark.parametrize(("kind", "named"), [("table", "rotary.0.2"), ("token", "token")])
 def test_other_faults_are_named(kind: str, named: str) -> None:
     finding = run("tests.integration.soak_planted", kind).finding
     assert finding is not None
@@ -106,6 +106,12 @@ def test_a_wrong_packed_weight_is_named() -> None:
     assert finding.place.what == "layers.4.feed_forward.down.own.packed"
 
 
+def test_a_prompt_that_leaves_little_room_has_a_shorter_answer() -> None:
+    result = soak(EngineArgs(max_model_len=24), PROMPTS[:2], 20, SECONDS / 60, lambda tally: None, seed=5)
+    assert result.finding is None
+    assert result.num_reference_rows > 0
+
+
 def test_failing_processes_are_reported(tmp_path: Path) -> None:
     before = children()
     dies = [sys.executable, "-c", "raise RuntimeError('planted')"]
@@ -113,7 +119,7 @@ def test_failing_processes_are_reported(tmp_path: Path) -> None:
         soak(EngineArgs(), PROMPTS, 6, 1, lambda tally: None, child=dies)
     waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     with pytest.raises(soak_module._ChildError, match="did not end within 0 seconds"):
-        soak_module._run(Plan(0, {}, ((1,),), 1, (), 2), tmp_path / "waits", waits, timeout=0.2)
+        soak_module._run(Plan(0, {}, ((1,),), (1,), (), 2), tmp_path / "waits", waits, timeout=0.2)
     assert children() <= before, "neither it nor the processes that disturb it are left"
 
 
@@ -131,7 +137,7 @@ def record(folder: Path, rows: list[tuple[int, int]], **changes: object) -> Reco
     save_rows(rows, folder / "rows.npy")
     start: dict = {"arithmetic": "avx2", "num_layers": 2, "tensors": {"rotary": "a", "head": "b"}, "num_rows": 1}
     start |= {"tensors_at_end": dict(start["tensors"]), "num_preemptions": 0, **changes}
-    plan = Plan(0, {}, ((1,),), 1, (Round((0,), 1, 1, False),), 0)
+    plan = Plan(0, {}, ((1,),), (1,), (Round((0,), 1, 1, False),), 0)
     return Recording(folder, plan, Start(**start), np.load(folder / "rows.npy"))
 
 

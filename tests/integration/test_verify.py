@@ -277,6 +277,8 @@ def test_drawn_drafts_are_compared_for_greedy_requests() -> None:
         (["--max-model-len", "8", "--prompts", "{file}"], "cannot be run"),
         (["--speculative-config", "{synthetic}"], "changes tokens on purpose"),
         (["--max-model-len", "999999"], "max_model_len"),
+        (["--runner", "pooling"], "cannot be run: this engine pools"),
+        (["--runner", "pooling", "--soak", "0.01"], "cannot be run: this engine pools"),
     ],
 )
 def test_invalid_arguments(

@@ -34,7 +34,7 @@ class Plan(msgspec.Struct, frozen=True):
     seed: int | None  # None: the reference
     engine: dict[str, Any]
     prompts: tuple[tuple[int, ...], ...]
-    max_tokens: int
+    max_tokens: tuple[int, ...]  # by prompt: a long one leaves less room
     rounds: tuple[Round, ...]
     num_noises: int
 

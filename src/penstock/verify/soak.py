@@ -112,7 +112,7 @@ def soak(
     if config.device != "cpu":
         raise ConfigError("the soak compares a CPU's processes, and this engine runs on a GPU: add --device cpu")
     cases = _cases(config, prompts, max_tokens)
-    drawer = _PlanDrawer(args, config, cases, max_tokens)
+    drawer = _PlanDrawer(args, config, cases)
     folder = Path(tempfile.mkdtemp(prefix="penstock-soak-"))
     with ExitStack() as on_agreement:
         on_agreement.callback(shutil.rmtree, folder)
@@ -157,11 +157,11 @@ def _cases(config: EngineConfig, prompts: Sequence[str], max_tokens: int) -> lis
 
 
 class _PlanDrawer:
-    def __init__(self, args: EngineArgs, config: EngineConfig, cases: Sequence[Case], max_tokens: int) -> None:
+    def __init__(self, args: EngineArgs, config: EngineConfig, cases: Sequence[Case]) -> None:
         self._config = config
         self._plain = plain_arguments(args, config, cases)
         self._prompts = tuple(tuple(case.request.prompt_token_ids) for case in cases)
-        self._max_tokens = max_tokens
+        self._max_tokens = tuple(case.request.max_tokens for case in cases)
         self._num_cores = os.cpu_count() or 1
 
     def reference(self) -> Plan:

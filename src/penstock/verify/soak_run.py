@@ -88,7 +88,7 @@ def _run(core: EngineCore, plan: Plan, each: Round, watch: Watch) -> None:
     for number in each.order:
         answer, last = answers[str(number)], len(plan.prompts[number]) - 1
         # Only what both processes have recorded is compared.
-        assert len(answer.token_ids) == plan.max_tokens, f"request {number} ended too early: {answer.ending}"
+        assert len(answer.token_ids) == plan.max_tokens[number], f"request {number} ended too early: {answer.ending}"
         for offset, token_id in enumerate(answer.token_ids):
             watch.add_token(number, last + offset, token_id)
 
@@ -97,8 +97,8 @@ def _request(number: int, plan: Plan) -> EngineRequest:
     return EngineRequest(
         request_id=str(number),
         prompt_token_ids=plan.prompts[number],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, ignore_eos=True),
-        max_tokens=plan.max_tokens,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=plan.max_tokens[number], ignore_eos=True),
+        max_tokens=plan.max_tokens[number],
         seed=0,
     )
 

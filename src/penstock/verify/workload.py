@@ -77,7 +77,7 @@ def make_cases(
     front_end: FrontEnd, prompts: Sequence[str], vocab_size: int, max_tokens: int, is_quick: bool
 ) -> tuple[Case, ...]:
     """Makes cases from the given prompts, else from the built-in ones, or from random tokens if there is no tokenizer.
-    Raises RequestError that names a prompt that cannot be run.
+    Raises RequestError that names a prompt that cannot be run, or says why none can.
     """
     if prompts and front_end.tokenizer is None:
         raise RequestError("the prompts are text, and the engine has no tokenizer", "prompts")
@@ -99,8 +99,8 @@ def make_cases(
             try:
                 cases.append(_make_case(front_end, len(cases), prompt, params))
             except RequestError:
-                # A built-in prompt that does not fit is not an error of the user's model.
-                if prompts and prompt in prompts:
+                # A built-in prompt that does not fit is not an error of the user's model, unless none does.
+                if prompt in prompts or (not cases and number == len(wanted) - 1):
                     raise
     return tuple(cases)
 
