@@ -34,6 +34,7 @@ class FakeServer:
         self.interrupt_after = 10**9
         self.models_refused = 0
         self.model_id: Any = "fake/model"
+        self.answers: dict[str, Any] = {}  # of paths, instead of the right ones
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -70,10 +71,14 @@ class FakeServer:
         return web.json_response({"object": "list", "data": [{"id": self.model_id, "max_model_len": 600}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        if request.path in self.answers:
+            return web.json_response({"tokens": self.answers[request.path]})
         text = (await request.json())["prompt"]
         return web.json_response({"count": len(text), "max_model_len": 600, "tokens": list(text.encode())})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
+        if request.path in self.answers:
+            return web.json_response({"prompt": self.answers[request.path]})
         return web.json_response({"prompt": bytes((await request.json())["tokens"]).decode()})
 
     async def _embed(self, request: web.Request) -> web.Response:
@@ -180,6 +185,20 @@ def test_chat_without_a_local_tokenizer(server: FakeServer, tmp_path: Path) -> N
     assert len(server.bodies) == 5
     assert server.keys == {"Bearer k"}
     assert all(len(body["messages"][0]["content"]) == 20 for body in server.bodies)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        *(("/tokenize", each) for each in (None, 5, "ab", {"a": 1}, [[1]], ["x"], [1.5], [None])),
+        *(("/detokenize", each) for each in (None, 5, ["x"])),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_of_the_server_that_answers_in_another_form(server: FakeServer, path: str, answer: Any) -> None:
+    server.answers[path] = answer
+    with pytest.raises(ConfigError, match=rf"{path} gave no valid .*: pass --tokenizer FOLDER"):
+        bench(server, "--num-prompts", "2", *SHORT, "--backend", "openai-chat")
 
 
 EMBEDDINGS = ("--backend", "openai-embeddings", "--random-input-len", "20")

@@ -144,7 +144,7 @@ def test_random_text_encodes_to_the_stated_length() -> None:
 
 
 def test_sharegpt_takes_first_exchanges_within_bounds(tmp_path: Path) -> None:
-    def talk(*turns: tuple[str, str]) -> dict[str, Any]:
+    def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
         return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
     good = talk(("system", "Be kind."), ("human", "one two three four five"), ("gpt", "six seven eight nine ten"))
@@ -157,6 +157,8 @@ def test_sharegpt_takes_first_exchanges_within_bounds(tmp_path: Path) -> None:
                 talk(("human", "x"), ("gpt", "six seven eight nine ten")),
                 talk(("human", "word " * 1500), ("gpt", "six seven eight nine ten")),
                 {"id": "empty"},
+                talk(("human", None), ("gpt", "six seven eight nine ten")),
+                talk(("human", "one two three four five"), ("gpt", ["six"])),
             ]
         )
     )
@@ -207,7 +209,8 @@ def test_a_warm_up_shares_no_prefix(tmp_path: Path) -> None:
 
 def test_arrivals_offer_the_requested_load() -> None:
     assert arrivals(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
-    assert arrivals(4, 2.0, float("inf"), 0) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    for even in (1e31, 1e306, 1e308, float("inf")):
+        assert arrivals(4, 2.0, even, 0) == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
     def variation(burstiness: float) -> float:
         times = arrivals(2000, 10.0, burstiness, 0)

@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch = latency.add_argument_group("load")
     batch.add_argument("--batch-size", type=count, default=8, metavar="N", help="requests in the batch (default: 8)")
     batch.add_argument("--num-iters", type=count, default=10, metavar="N", help="measured batches (default: 10)")
-    batch.add_argument(
-        "--num-iters-warmup", type=count_from_zero, default=2, metavar="N", help="batches before them (default: 2)"
-    )
+    batch.add_argument("--num-iters-warmup", type=count_from_zero, default=2, metavar="N", help="warm-ups (default: 2)")
     latency.set_defaults(run=run_latency)
     for command, group in ((throughput, load), (latency, batch)):
         add_model_argument(command)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 
 from penstock.loadgen.datasets import Sample
 from penstock.loadgen.runner import wait_until
@@ -202,17 +203,17 @@ class ServerTokenizer:
         return found
 
     async def encode(self, text: str) -> list[int]:
-        return await self._ask("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens")
+        return await self._ask("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens", list[int])
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        return await self._ask("/detokenize", {"tokens": list(token_ids)}, "prompt")
+        return await self._ask("/detokenize", {"tokens": list(token_ids)}, "prompt", str)
 
-    async def _ask(self, path: str, body: dict[str, Any], field: str) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any], field: str, kind: Any) -> Any:
         try:
             async with self._slots:
-                return (await self._server.call(path, {"model": self._model, **body}))[field]
-        except KeyError:
-            raise ConfigError(f"the answer of the server's {path} has no {field!r}: pass --tokenizer FOLDER") from None
+                return msgspec.convert((await self._server.call(path, {"model": self._model, **body}))[field], kind)
+        except (KeyError, msgspec.ValidationError):
+            raise ConfigError(f"the server's {path} gave no valid {field!r}: pass --tokenizer FOLDER") from None
         except ConfigError as error:
             raise ConfigError(f"{error}; without {path}, pass --tokenizer FOLDER") from None
 

@@ -152,7 +152,7 @@ async def _fitted_text(
 
 def _first_exchange(entry: dict[str, Any]) -> tuple[str, str] | None:
     for turn, answer in itertools.pairwise(entry.get("conversations", ())):
-        if turn["from"] in ("human", "user"):
+        if turn["from"] in ("human", "user") and all(isinstance(each["value"], str) for each in (turn, answer)):
             return turn["value"], answer["value"]
     return None
 

@@ -37,7 +37,8 @@ def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: in
     if math.isinf(request_rate):
         return [0.0] * num_requests
     rng = random.Random(seed)
-    gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(num_requests)]
+    # From 1e30 on the gaps differ by less than a float can tell, and sums of larger ones overflow.
+    gaps = [1.0 if burstiness > 1e30 else rng.gammavariate(burstiness, 1.0) for _ in range(num_requests)]
     times = list(itertools.accumulate(gaps))
     if times[-1] < sys.float_info.min:
         raise ConfigError(f"burstiness={burstiness:g} leaves no time between the requests: raise it")
