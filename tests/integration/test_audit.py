@@ -169,6 +169,14 @@ def test_two_deployments(tmp_path: Path) -> None:
         assert other in corrupt(report)[0]["curl"]
 
 
+def test_texts_are_not_compared_with_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chat's template changes the prompt, and so the answers of a correct server."""
+    with StubServer(Stub()) as url, StubServer(Stub(form="chat")) as other:
+        for flags in ((url, "--against", other), (other, "--against", url)):
+            assert main(["audit", *flags, *SMALL]) == 2
+            assert "one server completes texts and the other only chats" in capsys.readouterr().err
+
+
 def test_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with StubServer(Stub()) as url:
         monkeypatch.setattr("sys.stdin.readline", lambda: "\n", raising=False)

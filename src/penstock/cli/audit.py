@@ -167,14 +167,15 @@ async def _audit(args: argparse.Namespace, reports: list[Report]) -> None:
 
     maker = PromptMaker(args.seed)
     limits = Limits(args.concurrency, args.max_requests_per_second, args.timeout)
-    keys = env.api_keys()
-    key = args.api_key or (keys[0] if keys else None)
+    key = args.api_key or next(iter(env.api_keys()), None)
     async with AsyncExitStack() as stack:
         sample = maker.document("sample", 6).own
         found: list[Endpoint] = []
         for url in (args.url, *([args.against] if args.against else ())):
             server = await stack.enter_async_context(Server(url, key))
             found.append(await Endpoint.find(server, url, args.model, limits, args.seed, sample))
+        if found[0].served.path != found[-1].served.path:
+            raise ConfigError("--against: one server completes texts and the other only chats: prompts would differ")
         lengths = [each.served.max_model_len for each in found if each.served.max_model_len is not None]
         size = Size(args.num_prompts, args.max_tokens, args.long_tokens, args.pressure_tokens)
         planner = Planner(maker, size, found[0].served.characters_per_token, min(lengths, default=None))

@@ -206,7 +206,7 @@ def _describe_finding(finding: Finding) -> str:
         if place.request is not None:
             lines.append(f"  at         position {place.position} of request {place.request}")
             shown = _shown(plan.prompts[place.request])
-            lines.append(f"  prompt     {shown}, then {plan.max_tokens} greedy ones")
+            lines.append(f"  prompt     {shown}, then {plan.max_tokens[place.request]} greedy ones")
     rounds = "; ".join(f"{each.num_at_once} requests at once, threads: {each.num_threads}" for each in plan.rounds)
     drawn = ", ".join(f"{name}={plan.engine[name]}" for name in DRAWN_ARGUMENTS)
     lines += [
