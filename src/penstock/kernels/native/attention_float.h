@@ -145,6 +145,17 @@ inline void add_rows(int count, const float* weights, const bf16* const* rows, K
     if (count > 3) add_rows<4, N>(weights, rows, keys, d, acc, stride, step);
 }
 
+// How often the two functions below call `step`.
+inline int64_t score_steps(int count, int keys, int64_t dim) {
+    const int at_once = (count <= kWideRows ? 2 : 1) * kRowBlock;
+    return (count + 3) / 4 * ((keys + at_once - 1) / at_once) * (dim / 8);
+}
+
+inline int64_t add_steps(int count, int keys, int64_t dim) {
+    const int64_t at_once = (count <= kWideRows ? 4 : 2) * kRegisterLanes;
+    return (count + 3) / 4 * ((dim + at_once - 1) / at_once) * keys;
+}
+
 // The products of `count` queries, four at a time; dim is a multiple of 16.
 template <class Step>
 inline void score_rows(int count, const float* q, const bf16* const* rows, KeyRange keys, int64_t dim, float* s,
@@ -199,10 +210,10 @@ public:
         : dim_(shape.head_dim),
           value_dim_(shape.value_dim),
           padded_(shape.padded_dim()),
-          queries_(arena.zeros<float>(shape.groups * kGroup * dim_)),
-          keys_(arena.zeros<float>(dim_ * kTile)),
-          values_(arena.zeros<float>(kTile * padded_)),
-          weights_(arena.zeros<float>(shape.groups * kGroup * kTile)),
+          queries_(arena.room<float>(shape.groups * kGroup * dim_)),
+          keys_(arena.room<float>(dim_ * kTile)),
+          values_(arena.room<float>(kTile * padded_)),
+          weights_(arena.room<float>(shape.groups * kGroup * kTile)),
           zeros_(arena.zeros<C>(dim_)) {}
 
     void set_queries(int group, const T* const* rows, int count) {
@@ -236,10 +247,12 @@ public:
     void scores(int group, int count, float* s) const {
         const float* q = queries_ + group * kGroup * dim_;
         if constexpr (kCanReadRows)
-            if (reads_rows())
-                return with_prefetch(*prefetch_, dim_ / 8, [&](const auto& step) {
-                    score_rows(count, q, key_rows_, seen_.in_blocks(kRowBlock), dim_, s, step);
+            if (reads_rows()) {
+                const KeyRange keys = seen_.in_blocks(kRowBlock);
+                return with_prefetch(*prefetch_, score_steps(count, keys.count(), dim_), [&](const auto& step) {
+                    score_rows(count, q, key_rows_, keys, dim_, s, step);
                 });
+            }
         const KeyRange keys = seen_.in_blocks(kScored);
         multiply<FloatUnit>(q, dim_, keys_ + keys.begin, kTile, s + keys.begin, kTile, count, keys.count(), dim_, false,
                             *prefetch_);
@@ -251,7 +264,7 @@ public:
         const float* const weights = weights_ + group * kGroup * kTile;
         if constexpr (kCanReadRows)
             if (reads_rows())
-                return with_prefetch(*prefetch_, seen_.count(), [&](const auto& step) {
+                return with_prefetch(*prefetch_, add_steps(count, seen_.count(), value_dim_), [&](const auto& step) {
                     add_rows(count, weights, value_rows_, seen_, value_dim_, acc, step);
                 });
         multiply<FloatUnit>(weights + seen_.begin, kTile, values_ + seen_.begin * padded_, padded_, acc, padded_, count,
