@@ -93,13 +93,13 @@ def look_at_cores() -> None:
     """Follows changes of the process's affinity and of its cgroup's quota, after `share_cores`. Looks once a second."""
     global _next_look
     now = time.monotonic()
-    if _num_sharers and now >= _next_look:
-        _next_look = now + _SECONDS_BETWEEN_LOOKS
-        before, count = _num_threads, share_cores(_num_sharers)
-        if count != before:
-            logger.info(
-                "The kernels use %d threads from now on instead of %d: this process's cores changed", count, before
-            )
+    if not _num_sharers or now < _next_look:
+        return
+    _next_look, before = now + _SECONDS_BETWEEN_LOOKS, _num_threads
+    # Too many open files, for one, are no reason to fail a step: the threads remain as they are until the next look.
+    with contextlib.suppress(OSError):
+        if (count := share_cores(_num_sharers)) != before:
+            logger.info("The kernels use %d threads from now on, not %d: this process's cores changed", count, before)
 
 
 class CallRecorder(Protocol):

@@ -2,7 +2,10 @@
 #include "waiting.h"
 
 #include <atomic>
+#include <cstdio>
+#include <exception>
 #include <mutex>
+#include <pthread.h>
 #include <sched.h>
 #include <thread>
 
@@ -34,7 +37,7 @@ public:
             for (int64_t part = 0; part < parts; ++part) run(context, part);
             return;
         }
-        while (num_threads_ < threads - 1) start_thread();
+        threads = start_threads(threads);
         run_ = run;
         context_ = context;
         num_unfinished_.store(parts, std::memory_order_relaxed);
@@ -54,7 +57,7 @@ public:
 
     // See pool.h; `work` in nanoseconds.
     int64_t useful_threads(int64_t work, int64_t threads) {
-        const int64_t most = larger(1, smaller(threads, work / kLeastNanoseconds));
+        const int64_t most = larger(1, smaller(smaller(threads, most_threads_), work / kLeastNanoseconds));
         if (most == 1 || num_awake() >= most - 1) return most;
         // Other threads find other work, or none, in these two: they may wake a thread too early or too late for it.
         const int64_t now = nanoseconds(), cost = waking_.cost() + 2 * call_.cost();
@@ -97,9 +100,22 @@ private:
         return true;
     }
 
-    void start_thread() {
-        ++num_threads_;
-        std::thread([this] { serve(); }).detach();
+    // Starts threads until there are as many, with the caller, or the system allows no more, and returns how many there are
+    // of these. An exception would end the process: the callers of the kernels are not C++.
+    int64_t start_threads(int64_t threads) {
+        while (num_threads_ < smaller(threads, most_threads_) - 1) {
+            try {
+                std::thread([this] { serve(); }).detach();
+                ++num_threads_;
+            } catch (const std::exception& error) {
+                most_threads_ = num_threads_ + 1;
+                std::fprintf(stderr,
+                             "The kernels of process %d have %lld of %lld threads from now on: the system allows no more "
+                             "(%s). Raise its limit (ulimit -u or -v, or pids.max of the cgroup) or lower --num-threads\n",
+                             getpid(), static_cast<long long>(most_threads_), static_cast<long long>(threads), error.what());
+            }
+        }
+        return smaller(threads, most_threads_);
     }
 
     void serve() {
@@ -135,6 +151,7 @@ private:
 
     std::mutex mutex_;
     std::atomic<int64_t> num_threads_{0};
+    std::atomic<int64_t> most_threads_{INT64_MAX};  // that the system allows, with the caller
     void (*run_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
     std::atomic<uint64_t> state_{0};
@@ -149,11 +166,12 @@ private:
     std::atomic<int64_t> alone_{0}, alone_until_{0};
 };
 
-// Never destroyed: its threads run until the process ends.
-Pool& pool() {
-    static Pool* const only = new Pool;
-    return *only;
+// Never destroyed: its threads run until the process ends. A forked process has none of them, and so a pool of its own.
+Pool* current = new Pool;
+__attribute__((constructor)) void replace_after_forks() {
+    pthread_atfork(nullptr, nullptr, [] { current = new Pool; });
 }
+Pool& pool() { return *current; }
 
 }  // namespace
 
