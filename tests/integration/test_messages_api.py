@@ -150,6 +150,8 @@ def test_a_forced_call(client: anthropic.Anthropic, choice: Any) -> None:
         final = stream.get_final_message()
     (block,) = final.content
     assert (block.type, block.name, set(block.input)) == ("tool_use", "get_weather", {"city"})  # pyright: ignore
+    counted = client.messages.count_tokens(model="demo", messages=SUM, tools=TOOLS, tool_choice=choice).input_tokens
+    assert counted == final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0)
 
 
 def test_an_answer_begun_by_the_client(client: anthropic.Anthropic, real: ServerProcess) -> None:

@@ -55,5 +55,5 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Returns the number of tokens of a conversation, including its tools."""
     service = service_of(request)
     service.check_model(body.model)
-    _, prompt = await render_chat(service, to_chat(body))
+    _, prompt, *_ = await render_chat(service, to_chat(body))
     return JSONResponse({"input_tokens": len(prompt)})

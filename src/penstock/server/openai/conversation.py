@@ -47,11 +47,20 @@ class Chat:
         return self.tools.reader(self.reasoning.reader(self.start), self.prefix, make_id)
 
 
-async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[ToolUse, list[int]]:
-    """Returns the tools that the answer may use, and the conversation's tokens. Raises RequestError."""
-    tools = ToolUse(body, service.tool_format)
+async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[ToolUse, list[int], Start, str]:
+    """Returns the tools that the answer may use, the prompt's tokens, and the `start` and the `prefix` that a `Chat`
+    has. Raises RequestError.
+    """
+    tools, tokenizer = ToolUse(body, service.tool_format), service.llm.get_tokenizer()
     tokenizing = prompts.tokenizing_of(body, service, _max_tokens(body))
-    return tools, await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
+    prompt = await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
+    continued = content_of(body.messages[-1]) if body.continue_final_message else None
+    start = service.reasoning.start_of(tokenizer, prompt, continued)
+    # A reasoning model writes the prefix itself, after its reasoning.
+    prefix = tools.prefix if start is Start.OVER else ""
+    if prefix:
+        prompt += tokenizer.encode(prefix, add_special_tokens=False)
+    return tools, prompt, start, prefix
 
 
 async def start_chat(
@@ -59,14 +68,7 @@ async def start_chat(
 ) -> Chat:
     """Renders the conversation and hands it to the engine. Raises RequestError."""
     model = service.admit(body.model)
-    tools, prompt = await render_chat(service, body)
-    tokenizer = service.llm.get_tokenizer()
-    continued = content_of(body.messages[-1]) if body.continue_final_message else None
-    start = service.reasoning.start_of(tokenizer, prompt, continued)
-    # A reasoning model writes the prefix itself, after its reasoning.
-    prefix = tools.prefix if start is Start.OVER else ""
-    if prefix:
-        prompt += tokenizer.encode(prefix, add_special_tokens=False)
+    tools, prompt, start, prefix = await render_chat(service, body)
     params = _sampling_params(body, service, tools, start)
     started = await generation.start(service, request, request_id, [prompt], params, body, reported)
     separated_from = Start.OVER if body.separate_reasoning is False else start
