@@ -330,6 +330,14 @@ BUGS = (
         ),
     ),
     bug(
+        "a step that loads the state it begins with has no block for it",
+        "offload_recurrent",
+        changes(
+            f"{_KV}._checkpoints",
+            lambda original, self, request, hit, num_present: original(self, request, hit, hit.num_tokens),
+        ),
+    ),
+    bug(
         "a stage applies results of a row's previous owner",
         "pipeline_row_reuse",
         changes(f"{_AWAITED}.take", _take_all_rows),

@@ -277,7 +277,7 @@ def _recurrent(rng: random.Random) -> Setup:
 
 @_scenario("offload_recurrent", "states: KV is in a tier with the state at its end, or is computed again")
 def _recurrent_tiers(rng: random.Random) -> Setup:
-    return traffic(with_states(_tiers_with_drafts(rng), rng), reuse=0.5)
+    return traffic(replace(with_states(_tiers_with_drafts(rng), rng), sync_share=rng.choice([0.0, 0.5])), reuse=0.5)
 
 
 @_scenario("sizes", "groups of several sizes: preemption, drafts and prefix hits, without transfers")
