@@ -20,7 +20,9 @@ GROUPS = (
 )
 
 
-def manager(num_states: int = 12, interval: int = 0, num_uncertain: int = 0) -> KVCacheManager:
+def manager(
+    num_states: int = 12, interval: int = 0, num_uncertain: int = 0, *, has_prefix_cache: bool = True
+) -> KVCacheManager:
     config = KVCacheConfig(
         NUM_BLOCKS,
         BLOCK_SIZE,
@@ -29,7 +31,7 @@ def manager(num_states: int = 12, interval: int = 0, num_uncertain: int = 0) -> 
         checkpoint_interval=interval,
         num_uncertain_tokens=num_uncertain,
     )
-    return KVCacheManager(config, enable_prefix_caching=True)
+    return KVCacheManager(config, enable_prefix_caching=has_prefix_cache)
 
 
 def make_request(tokens: list[int], name: str = "a", **params: Any) -> Request:
@@ -165,6 +167,17 @@ def test_a_connector_finds_no_state_that_its_request_has_released() -> None:
     own = kv.block_ids(request)[1]
     assert all(block_id in (NULL_BLOCK, own[index]) for index, block_id in enumerate(kv.published_blocks(request)[1]))
     kv.check_integrity()
+
+
+def test_without_a_prefix_cache_no_state_is_offered_to_connectors() -> None:
+    """Nor the one that another engine begins with, which stays when those around it are released."""
+    kv = manager(num_states=6, has_prefix_cache=False)
+    request = make_request(list(range(14)), do_remote_decode=True)
+    start(kv, request)
+    for _ in range(8):
+        decode(kv, request, 3)
+        assert not kv.published_blocks(request)[1]
+    assert any(kv.blocks_for_others(request)[1])
 
 
 @pytest.mark.parametrize("num_local", [0, 2])

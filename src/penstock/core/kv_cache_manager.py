@@ -365,9 +365,10 @@ class KVCacheManager:
                 keeps = group.spec.is_recurrent and request.is_continued_elsewhere
                 kept = self._end_of_prompt(request) if keeps else None
                 self.pool.release([table[index] for index in gone if index != kept])
-                left = [table[index] if index == kept else NULL_BLOCK for index in gone]
                 # A connector must not find them either: another request's content would be taken for this one's.
-                table[gone.start : gone.stop] = holding.published[number][gone.start : gone.stop] = left
+                for ids in (table, holding.published[number]):
+                    left = enumerate(ids[gone.start : gone.stop], gone.start)
+                    ids[gone.start : gone.stop] = [each if index == kept else NULL_BLOCK for index, each in left]
                 holding.num_released[number] = end
 
     def _end_computing(self, holding: _Holding, end: int) -> None:
