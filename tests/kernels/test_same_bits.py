@@ -438,7 +438,10 @@ def compile_library(compiler: str, machine: str, target: Path, monkeypatch: pyte
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     made = runpy.run_path("setup.py")
-    made["compile_native"](compiler, target, machine)
+    try:
+        made["compile_native"](compiler, target, machine)
+    except subprocess.CalledProcessError as error:
+        pytest.fail(error.stderr)
     return target
 
 
@@ -470,6 +473,20 @@ def test_fused_products_have_the_bits_of_products_of_pairs(driver: Sequence[str]
         return calls.run(driver, native.library_for("avx512_bf16").path, "avx512_bf16", tmp_path)
 
     assert not differing(result(0), result(1))
+
+
+@pytest.mark.parametrize(("compiler", "machine"), [("c++", "any other machine"), ("aarch64-linux-gnu-g++", "aarch64")])
+def test_instruction_sets_of_other_processors_compile(
+    compiler: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests that run these sets are long."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"needs {compiler}")
+    checker = tmp_path / "compiler"
+    link = 'if [ "$1" = -shared ]; then for target; do :; done; exec touch "$target"; fi'
+    checker.write_text(f'#!/bin/sh\n{link}\nexec {compiler} -fsyntax-only "$@"\n')
+    checker.chmod(0o755)
+    compile_library(str(checker), machine, tmp_path / "library.so", monkeypatch)
 
 
 @pytest.mark.long

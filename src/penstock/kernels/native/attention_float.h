@@ -22,6 +22,20 @@ struct KeyRange {
     KeyRange in_blocks(int size) const { return {begin / size * size, (end + size - 1) / size * size}; }
 };
 
+// A processor has registers for four sums of each of so many queries.
+constexpr int kWideRows = kRegisterLanes == 16 ? kFewRows : 2;
+
+// How often score_rows and add_rows call `step`.
+inline int64_t score_steps(int count, int keys, int64_t dim) {
+    const int at_once = (count <= kWideRows ? 2 : 1) * kRowBlock;
+    return (count + 3) / 4 * ((keys + at_once - 1) / at_once) * (dim / 8);
+}
+
+inline int64_t add_steps(int count, int keys, int64_t dim) {
+    const int64_t at_once = (count <= kWideRows ? 4 : 2) * kRegisterLanes;
+    return (count + 3) / 4 * ((dim + at_once - 1) / at_once) * keys;
+}
+
 #if defined(__AVX2__)
 
 constexpr bool kReadsRows = true;
@@ -125,9 +139,6 @@ inline void add_rows(const float* weights, const bf16* const* rows, KeyRange key
         for (int n = 0; n < N; ++n) write(acc + r * stride + d + kRegisterLanes * n, sums[r][n]);
 }
 
-// A processor has registers for four sums of each of so many queries.
-constexpr int kWideRows = kRegisterLanes == 16 ? kFewRows : 2;
-
 template <int N, class Step>
 inline void score_rows(int count, const float* q, const bf16* const* rows, int64_t dim, float* s, const Step& step) {
     if (count == 1) score_rows<1, N>(q, rows, dim, s, step);
@@ -143,17 +154,6 @@ inline void add_rows(int count, const float* weights, const bf16* const* rows, K
     if (count == 2) add_rows<2, N>(weights, rows, keys, d, acc, stride, step);
     if (count == 3) add_rows<3, N>(weights, rows, keys, d, acc, stride, step);
     if (count > 3) add_rows<4, N>(weights, rows, keys, d, acc, stride, step);
-}
-
-// How often the two functions below call `step`.
-inline int64_t score_steps(int count, int keys, int64_t dim) {
-    const int at_once = (count <= kWideRows ? 2 : 1) * kRowBlock;
-    return (count + 3) / 4 * ((keys + at_once - 1) / at_once) * (dim / 8);
-}
-
-inline int64_t add_steps(int count, int keys, int64_t dim) {
-    const int64_t at_once = (count <= kWideRows ? 4 : 2) * kRegisterLanes;
-    return (count + 3) / 4 * ((dim + at_once - 1) / at_once) * keys;
 }
 
 // The products of `count` queries, four at a time; dim is a multiple of 16.
@@ -184,7 +184,6 @@ inline void add_rows(int count, const float* weights, const bf16* const* rows, K
 #else
 
 constexpr bool kReadsRows = false;
-constexpr int kWideRows = 0;
 
 #endif
 
