@@ -21,11 +21,12 @@ from penstock.kv_transfer.authentication import Authentication, Sealer
 from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
 from penstock.kv_transfer.p2p.lookups import Lookups
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Abort, Bye, Done
+from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.socket_channel import PURPOSE, SocketChannel
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
-from penstock.utils.hosts import is_ip_address
+from penstock.utils.hosts import free_port, is_ip_address
 from tests.unit.transfer_names import named
 
 KEY = b"a key of thirty-two bytes or so.."
@@ -537,6 +538,24 @@ def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     assert local.has(channel.address)
     channel.close()
     assert not local.has(channel.address)
+
+
+def test_nothing_is_left_of_a_channel_whose_addresses_cannot_be_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, port = LocalCluster(tmp_path / "cluster"), free_port()
+    announce = local.announce
+
+    def announce_first(address: Address) -> None:
+        if address[1] != port:
+            raise ConfigError("there is no space")
+        announce(address)
+
+    monkeypatch.setattr(local, "announce", announce_first)
+    with pytest.raises(ConfigError, match="there is no space"):
+        SocketChannel(HOST, {"kv_port": port, "bootstrap_port": 0}, KEY, local)
+    assert not local.has((HOST, port))
+    SocketChannel(HOST, {"kv_port": port}, KEY, local).close()
 
 
 def test_an_announcement_that_was_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,58 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert len(list(folder.glob("engine.*"))) == 1
     local.withdraw(ADDRESS)
     assert not list(folder.glob("engine.*"))
+
+
+def test_an_announcement_is_not_removed_as_stale_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, folder = ("127.0.0.1", 5601), tmp_path / "cluster"
+    one, other = LocalCluster(folder), LocalCluster(folder)
+    stale, unlink, announcing = folder / "engine.127.0.0.1.5601", Path.unlink, list[threading.Thread]()
+    stale.touch(0o600)
+
+    def unlink_late(path: Path, missing_ok: bool = False) -> None:
+        if path == stale and not announcing:
+            announcing.append(threading.Thread(target=other.announce, args=(address,)))
+            announcing[0].start()
+            announcing[0].join(0.2)
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink_late)
+        one.announce(ADDRESS)
+        announcing[0].join(10.0)
+    assert one.has(address)
+    assert one.has(ADDRESS)
+    for local, each in ((one, ADDRESS), (other, address)):
+        local.withdraw(each)
+    assert not list(folder.glob("engine.*"))
+
+
+def test_an_engine_that_ends_leaves_the_announcement_of_the_next_one_at_its_address(tmp_path: Path) -> None:
+    ending, beginning = LocalCluster(tmp_path / "cluster"), LocalCluster(tmp_path / "cluster")
+    ending.announce(ADDRESS)
+    beginning.announce(ADDRESS)
+    ending.withdraw(ADDRESS)
+    assert ending.has(ADDRESS)
+    beginning.withdraw(ADDRESS)
+    assert not ending.has(ADDRESS)
+
+
+def test_a_key_of_the_user_that_is_incomplete_or_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    """A loss of power may leave an empty file. An empty key would admit everyone."""
+    path, local = tmp_path / "cluster" / "cluster.key", LocalCluster(tmp_path / "cluster")
+    path.touch(0o600)
+    with pytest.raises(ConfigError, match="is incomplete: remove it"):
+        local.key()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be used: .* Is a directory"):
+        local.key()
+    path.rmdir()
+    assert len(local.key()) == 32
+    with pytest.raises(ConfigError, match=r"cannot be used: .* set TMPDIR"):
+        LocalCluster(tmp_path / "missing" / "cluster")
 
 
 def test_engines_of_one_user_share_a_key_that_others_cannot_read(tmp_path: Path) -> None:
@@ -502,6 +555,21 @@ def test_a_hold_that_is_not_fetched_expires() -> None:
     assert producer.next_deadline == 100.0
     producer.poll(100.0)
     assert producer.take_actions() == [Release(HOLD)]
+
+
+def test_a_reader_of_a_hold_that_has_expired_does_not_wait() -> None:
+    producer = make_producer()
+    offer(producer, 0.0, "x")
+    producer.poll(100.0)
+    assert producer.take_actions() == [Release(HOLD)]
+    producer.receive(PEER, fetch(rendezvous="x"), 101.0)
+    assert refusals(producer) == [(LOAD, Reason.PREFILL_FAILED)]
+    # One of a request that comes again does.
+    producer.poll(102.0)
+    producer.receive(PEER, fetch("early", rendezvous="x"), 102.0)
+    assert offer(producer, 103.0, "x")
+    assert any(isinstance(action, Digest) for action in producer.take_actions())
+    producer.check_integrity()
 
 
 def test_a_hold_that_is_not_needed_ends_at_once() -> None:

@@ -8,7 +8,6 @@ peers; without them the engine does not start.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import ipaddress
 import os
@@ -16,7 +15,7 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from penstock.kv_transfer.p2p.params import Address
@@ -34,12 +33,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 def is_loopback(host: str) -> bool:
     """Returns whether the host is this one, by a name or an address that no other host can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def read_cluster_key(path: Path) -> bytes:
@@ -60,7 +54,8 @@ def read_cluster_key(path: Path) -> bytes:
 
 
 class LocalCluster:
-    """The engines of one user on one host. Raises ConfigError unless the folder is exclusively this user's.
+    """The engines of one user on one host. Raises ConfigError unless the folder is exclusively this user's, or can be
+    made.
 
     The folder is a temporary one and not the user's runtime directory: a service or a cron job may have none, and it is
     emptied when the user's last session ends, while engines continue. Cleaners remove what has not changed for days
@@ -75,18 +70,25 @@ class LocalCluster:
         self._make_folder()
 
     def _make_folder(self) -> None:
-        with contextlib.suppress(FileExistsError):
+        with _usable(self._folder), contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise ConfigError(f"{self._folder} must be a folder that only its owner can use: remove it, or set TMPDIR")
 
     def key(self) -> bytes:
-        """Returns the key that all engines of the user share. The first one makes it."""
+        """Returns the key that all engines of the user share. The first one makes it.
+
+        Raises ConfigError if it cannot be read or made, or is incomplete.
+        """
         path = self._folder / "cluster.key"
-        if not path.exists():
-            self._write_key(path, secrets.token_bytes(_KEY_BYTES))
-        self._key = path.read_bytes()
+        with _usable(self._folder):
+            if not path.exists():
+                self._write_key(path, secrets.token_bytes(_KEY_BYTES))
+            self._key = path.read_bytes()
+        # After a loss of power a file may be empty, and an empty key would admit every user of this host.
+        if len(self._key) < _KEY_BYTES:
+            raise ConfigError(f"{path} is incomplete: remove it, and restart all engines of this user")
         return self._key
 
     def _write_key(self, path: Path, key: bytes) -> None:
@@ -103,13 +105,10 @@ class LocalCluster:
 
         Raises ConfigError if the folder cannot be written.
         """
-        try:
+        with _usable(self._folder):
             for path in self._folder.glob("engine.*"):
-                if not _is_locked(path):
-                    path.unlink(missing_ok=True)
+                _is_locked(path, removes_stale=True)
             self._announced[address] = self._lock(address)
-        except OSError as error:
-            raise ConfigError(f"{self._folder} cannot be used: {error}: free some space, or set TMPDIR") from error
 
     def _lock(self, address: Address) -> int:
         """Returns a descriptor of the address's file, which is made and locked."""
@@ -154,8 +153,9 @@ class LocalCluster:
         os.utime(path)
 
     def withdraw(self, address: Address) -> None:
-        self._file(address).unlink(missing_ok=True)
         os.close(self._announced.pop(address))
+        # Another engine may listen there by now.
+        _is_locked(self._file(address), removes_stale=True)
 
     def has(self, address: Address) -> bool:
         """Returns whether an engine of this user listens there. Raises PeerError if that cannot be found out."""
@@ -174,18 +174,26 @@ def _is_file(path: Path, descriptor: int) -> bool:
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
-def _is_locked(path: Path) -> bool:
-    """Returns whether a living process has announced this address. Raises OSError."""
+@contextlib.contextmanager
+def _usable(folder: Path) -> Generator[None]:
+    """Raises ConfigError if the folder cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used: {error}: free some space, or set TMPDIR") from error
+
+
+def _is_locked(path: Path, *, removes_stale: bool = False) -> bool:
+    """Returns whether a living process has announced this address; else the file may be removed. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except (FileNotFoundError, ValueError):
-        return False  # ValueError: an address that no path can spell, and so no process has announced
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return False
-        raise
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # While it is locked here, a process that announces the address waits, and then finds that its file has gone.
+        if removes_stale and _is_file(path, descriptor):
+            path.unlink()
     except BlockingIOError:
         return True
     finally:

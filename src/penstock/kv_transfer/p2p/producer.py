@@ -316,6 +316,7 @@ class Producer:
         for hold in [hold for hold in state.holds.values() if hold.deadline <= now]:
             self.counts.num_expired += 1
             self._release(hold)
+            self._close(hold.rendezvous, now, hold_seconds=None)
 
     @property
     def next_deadline(self) -> float | None:
@@ -355,7 +356,7 @@ class Producer:
             self._state.closed[rendezvous] = _Closed(hold_seconds, now + self._rules.park_seconds)
 
     def _is_over(self, rendezvous: str) -> bool:
-        """Returns whether the request has recently ended without KV."""
+        """Returns whether the request has recently ended without KV, or its blocks were held in vain."""
         return rendezvous in self._state.closed and self._state.closed[rendezvous].hold_seconds is None
 
     def _answer(self, reader: _Reader, now: float) -> None:

@@ -72,26 +72,29 @@ class SocketChannel:
     """Listens on `ports` of `host`, by the option that sets each, as soon as it is made; port 0 takes a free one.
 
     If the host is a name, it listens on all interfaces. Without ports it only dials. It announces the addresses to
-    `local`, so that engines of the same user may dial them. Raises ConfigError if a port is in use.
+    `local`, so that engines of the same user may dial them. Raises ConfigError, and leaves nothing behind, if a port is
+    in use or an address cannot be announced.
     """
 
     def __init__(self, host: str, ports: Mapping[str, int], key: bytes, local: LocalCluster | None = None) -> None:
         self._clock = SystemClock()
         self._key = key
         self._listeners: list[socket.socket] = []
-        for option, port in ports.items():
-            try:
-                self._listeners.append(listen(host, port, _BACKLOG))
-            except OSError as error:
-                for each in self._listeners:
-                    each.close()
-                raise ConfigError(f"cannot listen on {host}, {option} {port}: {error}: choose another one") from None
-        self._addresses: list[Address] = [(host, each.getsockname()[1]) for each in self._listeners]
+        with contextlib.ExitStack() as undo:
+            for option, port in ports.items():
+                try:
+                    self._listeners.append(undo.enter_context(listen(host, port, _BACKLOG)))
+                except OSError as error:
+                    problem = f"cannot listen on {host}, {option} {port}: {error}: choose another one"
+                    raise ConfigError(problem) from None
+            self._addresses: list[Address] = [(host, each.getsockname()[1]) for each in self._listeners]
+            if local is not None:
+                for each in self._addresses:
+                    local.announce(each)
+                    undo.callback(local.withdraw, each)
+            self._undo = undo.pop_all()
         self.address = self._addresses[0] if self._addresses else (host, 0)
         self._local = local
-        if local is not None:
-            for each in self._addresses:
-                local.announce(each)
         self._answer: Mapping[str, Any] | None = None
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarm_end = socket.socketpair()
@@ -153,9 +156,7 @@ class SocketChannel:
             self._command(lambda: None)
             self._thread.join()
             self._alarm.close()
-            if self._local is not None:
-                for each in self._addresses:
-                    self._local.withdraw(each)
+            self._undo.close()
 
     def _command(self, action: Callable[[], None]) -> None:
         self._commands.append(action)
