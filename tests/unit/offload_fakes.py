@@ -27,7 +27,7 @@ class FakeTier:
     """Keeps bytes in a dict. `outcome` decides for each key of a job whether it succeeds, when the job ends.
 
     A job ends in the `get_finished_jobs` that follows `num_delays` others. A failed load leaves random bytes in its
-    chunk; the key is dropped, unless the tier `keeps_failed` ones.
+    chunk; the key is dropped, unless the tier `keeps_failed` ones. It says that a job took `seconds`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class FakeTier:
         self.num_delays = num_delays
         self.max_jobs = max_jobs
         self.keeps_failed = False
+        self.seconds = 0.0
         self.bytes: dict[OffloadKey, tuple[bytes, bytes | None]] = {}
         self.touched: list[OffloadKey] = []
         self.wait: Callable[[float], None] = lambda seconds: None
@@ -94,7 +95,7 @@ class FakeTier:
                 successful[key] = attached
         num_bytes = sum(self._region.bytes_of(group) for group, _ in successful)
         keys, digests = tuple(successful), tuple(successful.values())
-        return JobResult(job.job_id, keys, digests, job.is_promotion, num_bytes, seconds=0.0)
+        return JobResult(job.job_id, keys, digests, job.is_promotion, num_bytes, self.seconds)
 
     def drain_jobs(self) -> None:
         self._num_polls += self.num_delays

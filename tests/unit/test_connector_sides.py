@@ -97,6 +97,27 @@ assert bytes(region.chunk(0)[:3]) == b"abc"
     part.shutdown()
 
 
+@pytest.mark.parametrize("is_there", [True, False], ids=["another file", "no file"])
+def test_a_worker_on_another_host_is_told_where_to_run(tmp_path: Path, is_there: bool) -> None:
+    """There the memory's name, of a process and its descriptor, is that of nothing or of something else."""
+    part = make_scheduler_connector(context(**OFFLOADING))
+    setup = part.worker_setup()
+    assert isinstance(setup, OffloadSetup)
+    other = tmp_path / "other"
+    if is_there:
+        other.write_bytes(b"a log")
+    elsewhere = replace(setup, memory=replace(setup.memory, path=str(other)))
+    with pytest.raises(ConfigError, match="all ranks must run on the host of the engine core"):
+        make_worker_connector(context(**OFFLOADING), (0, 0), elsewhere)
+    part.shutdown()
+
+
+def test_the_tiers_know_after_what_time_a_request_gives_up() -> None:
+    part: Any = make_scheduler_connector(context(**OFFLOADING, kv_load_timeout=0.5))
+    assert part._rules.load_timeout == 0.5
+    part.shutdown()
+
+
 @pytest.mark.parametrize(("num_states", "share"), [(25, 0.5), (75, 0.75), (0, 0.0)])
 def test_the_memory_of_the_tier_is_divided_as_the_cache_is(num_states: int, share: float) -> None:
     # A block has 2 KiB, and a state 8.

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -524,6 +525,30 @@ def test_a_promotion_that_could_not_open_a_file_keeps_it(
     assert disk.present([1]) == [1] * is_found
     manager.shutdown()
     assert Disk(tmp_path).load([1]) == keys(1)
+
+
+def test_an_emptied_folder_is_filled_again(tmp_path: Path) -> None:
+    """As someone may do who needs room on the disk; the engine must not have to start again."""
+    disk = Disk(tmp_path / "kv")
+    disk.store(1, 2)
+    for folder in (tmp_path / "kv").iterdir():
+        shutil.rmtree(folder)
+    assert disk.load([1]) == set()
+    assert disk.store(1, 3) == keys(1, 3)
+    assert disk.load([1, 2, 3]) == keys(1, 3)
+    assert disk.tier.stats().num_failed == 0
+
+
+def test_all_threads_are_started_with_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system later allows no more of them, jobs go on."""
+    disk = Disk(tmp_path)
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert disk.store(*range(9)) == keys(*range(9))
+    assert disk.load(range(9)) == keys(*range(9))
+    with pytest.raises(ConfigError, match="disk_path needs 4 threads more: can't start new thread; raise the limit"):
+        DiskTier(DiskTierConfig(tmp_path, 9 * FILE), FINGERPRINT, disk.region)
+    assert refuse.call_count == 1
 
 
 def test_a_named_pipe_in_the_place_of_a_file_holds_up_nothing(tmp_path: Path) -> None:

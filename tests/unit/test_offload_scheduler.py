@@ -38,9 +38,10 @@ def make_scheduler(
     num_ranks: int = 1,
     groups: tuple[KVCacheSpec, ...] = (SPEC,),
     costs: Any = None,
+    **options: Any,
 ) -> Any:
     cache = KVCacheConfig(1000, 4, tuple(KVCacheGroup((f"layer{n}",), spec) for n, spec in enumerate(groups)))
-    rules = OffloadRules(Attestation.ALL, policy, costs)
+    rules = OffloadRules(Attestation.ALL, policy, costs, **options)
     shards = frozenset((0, rank) for rank in range(num_ranks))
     return OffloadingScheduler(cache, shards, OffloadRegion(1, 64), manager, rules, ManualClock(), "epoch")
 
@@ -262,6 +263,25 @@ def test_states_have_their_own_room_and_are_needed_at_the_end() -> None:
     manager.check_integrity()
 
 
+def test_the_state_of_a_long_hit_is_offered_before_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of its tokens follow bit by bit; without the state they would be of no use."""
+    monkeypatch.setattr("penstock.kv_transfer.offload.scheduler._OLD_BYTES", 2 * SPEC.block_bytes(4))
+    states = StateChunks(group=1, num_chunks=9, chunk_bytes=96)
+    manager = OffloadingManager(99, LRUPolicy(), states=states, state_policy=LRUPolicy())
+    scheduler = make_scheduler(manager, OffloadPolicy.REQUEST_LEVEL, groups=(SPEC, STATE))
+    request, table = add_request(scheduler, "r", 12), list(range(1, 13))
+    offered: list[tuple[int, int]] = []
+    # The hit has 8 blocks.
+    for end, has_state in ((9, True), (10, False), (11, False)):
+        of_states = [8 if has_state and index == 7 else NULL_BLOCK for index in range(12)]
+        scheduler.on_blocks_complete(request, (table, of_states), end - 1, end)
+        (job,) = scheduler.build_connector_meta(SchedulerOutput(step=end)).stores
+        offered += [(block.group, block.block_id) for block in job.blocks]
+        report(scheduler, job.job_id, 0, *[digest(b"part")] * len(job.blocks))
+    assert offered == [(0, 1), (0, 2), (0, 9), (1, 8), (0, 3), (0, 4), (0, 10), (0, 5), (0, 6), (0, 11)]
+    scheduler.check_integrity()
+
+
 def test_blocks_outside_of_a_window_are_neither_stored_nor_loaded() -> None:
     manager = OffloadingManager(9, LRUPolicy())
     scheduler = make_scheduler(manager, groups=(SPEC, WINDOW))
@@ -454,6 +474,18 @@ def test_what_a_hung_tier_has_is_computed_after_one_request_has_waited() -> None
     assert scheduler.get_num_new_matched_tokens(other, 0) == PENDING
 
 
+def test_only_the_first_request_waits_for_a_hung_tier_however_short_its_patience_is() -> None:
+    tier = FakeTier(OffloadRegion(9, CHUNK_BYTES), num_delays=9)
+    scheduler = make_scheduler(OffloadingManager(9, LRUPolicy(), [tier]), load_timeout=2.0)
+    tier.bytes[make_key(0)] = (bytes(CHUNK_BYTES), None)
+    first, second = (add_request(scheduler, name, 1) for name in ("first", "second"))
+    assert scheduler.get_num_new_matched_tokens(first, 0) == PENDING
+    scheduler._clock.advance(2.0)
+    scheduler.cancel_load(first)
+    assert scheduler.get_num_new_matched_tokens(second, 0) == NO_MATCH
+    scheduler.check_integrity()
+
+
 # ---- Costs ----
 
 
@@ -469,7 +501,7 @@ def test_a_load_costs_as_much_as_its_slowest_medium() -> None:
     assert scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
     costs.should_load.assert_called_once_with("STORAGE", 8, num_bytes)
     assert not tier.has_pending_work()
-    costs.should_load.return_value = True
+    costs.should_load.return_value, tier.seconds = True, 1.0
     assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
     scheduler._clock.advance(1.0)
     for _ in range(2):
@@ -478,6 +510,29 @@ def test_a_load_costs_as_much_as_its_slowest_medium() -> None:
     scheduler._clock.advance(2.0)
     report(scheduler, job_id, 0)
     costs.on_loaded.assert_called_once_with("STORAGE", num_bytes, 3.0)
+
+
+def test_the_wait_of_a_promoted_prompt_for_free_blocks_is_no_cost_of_its_medium() -> None:
+    """Else a busy engine measures a disk as slow, and computes what the disk has."""
+    tier, costs = FakeTier(OffloadRegion(4, CHUNK_BYTES)), Mock(should_load=Mock(return_value=True))
+    tier.seconds = 0.5
+    scheduler, num_bytes = make_scheduler(OffloadingManager(4, LRUPolicy(), [tier]), costs=costs), SPEC.block_bytes(4)
+    tier.bytes[make_key(0)] = (bytes(CHUNK_BYTES), None)
+    request = add_request(scheduler, "r", 1)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == PENDING
+    scheduler._clock.advance(1.0)
+    scheduler.update_connector_output(KVConnectorOutput())
+    for _ in range(9):
+        assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 4
+        scheduler._clock.advance(10.0)
+    job_id = begin_load(scheduler, request, ((1,),), end=4)
+    scheduler._clock.advance(2.0)
+    report(scheduler, job_id, 0)
+    # The chunk is in memory now.
+    job_id = begin_load(scheduler, add_request(scheduler, "other", 1), ((2,),), end=4)
+    scheduler._clock.advance(2.0)
+    report(scheduler, job_id, 0)
+    assert costs.on_loaded.mock_calls == [call("STORAGE", num_bytes, 2.5), call("CPU", num_bytes, 2.0)]
 
 
 def test_a_load_from_memory_is_measured_from_its_allocation() -> None:

@@ -80,6 +80,7 @@ class OffloadingConnector:
                 attestation=Attestation(options.attestation),
                 policy=OffloadPolicy(options.offload_policy),
                 costs=LoadCostModel() if options.load_policy == "measured" else None,
+                load_timeout=context.config.kv_load_timeout,
             ),
             clock=SystemClock(),
             epoch=f"{context.config.engine_id}/{uuid.uuid4().hex}",
@@ -93,7 +94,7 @@ class OffloadingConnector:
         assert isinstance(setup, OffloadSetup), setup
         try:
             region = OffloadRegion.attach(setup.memory, setup.chunk_bytes, setup.states)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # on another host, nothing or something else has this name
             raise ConfigError(
                 f"rank {shard} cannot map the memory of the OffloadingConnector ({error}): all ranks must run on the "
                 "host of the engine core"

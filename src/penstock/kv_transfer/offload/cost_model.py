@@ -71,7 +71,9 @@ class LoadCostModel:
             medium.computed_seconds += seconds
 
     def on_loaded(self, medium: str, num_bytes: int, seconds: float) -> None:
-        """Records the time of a load of `num_bytes` from the medium, from its request to its completion."""
+        """Records the time of a load of `num_bytes` from the medium: of the promotion, if there was one, and from the
+        allocation of blocks to the load's end. Waits for the engine are no cost of the medium.
+        """
         known = self._media.setdefault(medium, _Medium(_Line()))
         aged = 0.5 ** (known.computed_seconds / self._retry_seconds)
         known.line.add(num_bytes, seconds, _KEPT_WEIGHT * aged)

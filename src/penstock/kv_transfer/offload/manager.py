@@ -69,10 +69,13 @@ _LEAST_MOVING = 128
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """The chunk with a key's bytes, and their expected digest, None without attestation."""
+    """The chunk with a key's bytes, and their expected digest, None without attestation. `seconds` is how long a tier
+    took to promote it, 0 if the engine stored it.
+    """
 
     chunk_id: int
     digest: bytes | None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class _Chunk:
     moment: int
     state: ChunkState
     digest: bytes | None = None
+    seconds: float = 0.0
     num_pins: int = 1
 
 
@@ -239,7 +243,7 @@ class OffloadingManager:
             self._loads[key] += 1
             self._pin(key, chunk)
         self._counts["num_loads"] += len(keys)
-        return [StoredChunk(chunk.chunk_id, chunk.digest) for chunk in chunks]
+        return [StoredChunk(chunk.chunk_id, chunk.digest, chunk.seconds) for chunk in chunks]
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
         """Ends one `prepare_load`, successful or not, which no longer reads these chunks."""
@@ -282,10 +286,8 @@ class OffloadingManager:
             keys = prompt.places
             for tier in self._tiers:
                 tier.touch(here)
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None:
-                continue
+        for key in (key for key in keys if key in self._chunks):
+            chunk = self._chunks[key]
             chunk.moment = max(chunk.moment, prompt.moment)
             if chunk.state is ChunkState.READY:
                 room.policy.keep_with(key, prompt.moment)
@@ -334,14 +336,12 @@ class OffloadingManager:
 
     def reset(self) -> None:
         """Forgets everything, here and in the tiers; chunks in use become free when their users end."""
+        for key, chunk in list(self._chunks.items()):
+            if chunk.state is not ChunkState.DOOMED:
+                self._doom(key)
+            self._free_if_unused(key, chunk)
         for room in self._rooms:
             room.policy.clear()
-        for key, chunk in list(self._chunks.items()):
-            if chunk.state is ChunkState.READY:
-                self._events.removed(key)
-            if chunk.state is not ChunkState.DOOMED:
-                self._set_state(chunk, ChunkState.DOOMED)
-            self._free_if_unused(key, chunk)
         for tier in self._tiers:
             tier.reset()
 
@@ -408,12 +408,12 @@ class OffloadingManager:
 
     def _on_promoted(self, job: TransferJob, result: JobResult) -> None:
         digests = dict(zip(result.successful_keys, result.digests, strict=True))
+        self._counts["num_promotions_failed"] += len(job.keys) - len(digests)
         for key in job.keys:
             chunk = self._chunks[key]
-            if key not in digests:
-                self._counts["num_promotions_failed"] += 1
             if chunk.state is ChunkState.PROMOTING and key in digests:
                 self._counts["num_promoted"] += 1
+                chunk.seconds = result.seconds
                 self._make_ready(key, chunk, digests[key])
             elif chunk.state is not ChunkState.DOOMED:
                 self._doom(key)

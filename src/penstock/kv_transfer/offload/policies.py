@@ -224,15 +224,13 @@ class ARCPolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         assert len(self._t1) + len(self._t2) < self._capacity, self._capacity
-        home = self._t1
+        home = self._t2 if key in self._b1 or key in self._b2 else self._t1
         if key in self._b1:
             self._target = min(float(self._capacity), self._target + max(1.0, len(self._b2) / len(self._b1)))
             del self._b1[key]
-            home = self._t2
         elif key in self._b2:
             self._target = max(0.0, self._target - max(1.0, len(self._b1) / len(self._b2)))
             del self._b2[key]
-            home = self._t2
         home.add(key, _Member(moment, place, is_pinned=False))
         self._forget_oldest_ghosts()
 

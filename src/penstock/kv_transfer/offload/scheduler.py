@@ -8,6 +8,7 @@ faster than computing it; chunks on a slower tier are promoted to the CPU tier f
 from __future__ import annotations
 
 import enum
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -65,7 +66,8 @@ _PREFILL_TOKENS = 64
 # Of the blocks that it found in the engine's cache, a request offers this many bytes at a time, or as many blocks as
 # are new: a step must not wait until a long prompt is copied.
 _OLD_BYTES = 16 << 20
-# A request that gives up also gives up the promotions that it has awaited for longer than this.
+# A request that gives up also gives up the promotions that it has awaited for longer than this, or than half of the
+# time after which it gives up.
 _STALLED_SECONDS = 3.0
 _PARAMS = "kv_transfer_params"
 _COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
@@ -82,21 +84,25 @@ class OffloadPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadRules:
-    """`policy` is for requests without one; `costs` is None to load all that can be loaded."""
+    """`policy` is for requests without one; `costs` is None to load all that can be loaded. A request gives up after
+    `load_timeout` seconds.
+    """
 
     attestation: Attestation
     policy: OffloadPolicy
     costs: LoadCostModel | None
+    load_timeout: float = 30.0
 
 
 @dataclass(slots=True)
 class _Request:
     policy: OffloadPolicy
-    max_load_blocks: int | None
-    max_offload_blocks: int | None
+    max_load_blocks: int
+    max_offload_blocks: int
     num_loaded_blocks: int = 0
     num_offered_blocks: int = 0
-    promoting_since: float | None = None
+    # Whether it has awaited keys since it last loaded, or last found nothing to load.
+    has_awaited: bool = False
     # Keys that have not come yet, the tokens that the request had computed then, and since when it awaits these keys.
     awaited: tuple[tuple[OffloadKey, ...], int, float] = ((), 0, 0.0)
     # Keys that did not come. A tier may still have them, but the request could await them forever.
@@ -179,9 +185,8 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def on_new_request(self, request: RequestView) -> None:
         asked = request.kv_transfer_params
-        policy = asked.get("offload_policy")
-        if policy is None:
-            policy = self._rules.policy
+        given = asked.get("offload_policy")
+        policy = self._rules.policy if given is None else given
         if policy not in list(OffloadPolicy):
             raise RequestError(f"offload_policy must be one of {', '.join(OffloadPolicy)}, got {policy!r}", _PARAMS)
         self._requests[request.request_id] = _Request(
@@ -190,11 +195,11 @@ class OffloadingScheduler(NullSchedulerConnector):
             max_offload_blocks=self._limit(asked, "max_offload_tokens"),
         )
 
-    def _limit(self, asked: Mapping[str, Any], name: str) -> int | None:
-        """Returns the limit in blocks, or None if the request sets none."""
+    def _limit(self, asked: Mapping[str, Any], name: str) -> int:
+        """Returns the limit in blocks, more than any request has if it sets none."""
         value = asked.get(name)
         if value is None:
-            return None
+            return sys.maxsize
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise RequestError(f"{name} must be a number of tokens, got {value!r}", _PARAMS)
         return value // self._cache.block_size
@@ -213,9 +218,8 @@ class OffloadingScheduler(NullSchedulerConnector):
             state.awaited = awaited
             return PENDING  # without a look at all blocks in every step
         state.lost.update(key for key in awaited[0] if self._manager.lookup(key) is LookupResult.MISS)
-        first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
-        if state.max_load_blocks is not None:
-            most = min(most, first + state.max_load_blocks - state.num_loaded_blocks)
+        first = num_computed_tokens // size
+        most = min((request.num_tokens - 1) // size, first + state.max_load_blocks - state.num_loaded_blocks)
         length = self._longest(request.block_hashes, first, most, lambda k: k not in state.lost and self._will_come(k))
         keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
         if keys and self._is_worth_it(state, keys, length - first):
@@ -225,14 +229,13 @@ class OffloadingScheduler(NullSchedulerConnector):
                     self._manager.promote(of_group, self._place(of_group[0][0], start), keys)
             if pending := tuple(filter(self._is_pending, keys)):
                 state.awaited = pending, num_computed_tokens, self._clock.now()
-                if state.promoting_since is None:
-                    state.promoting_since = self._clock.now()
+                state.has_awaited = True
                 return PENDING
             # If the CPU tier has no room for all of it, a shorter prefix may be loadable.
             length = self._longest(request.block_hashes, first, length, self._is_here)
             if length > first:
                 return Match((length - first) * size, is_async=True)
-        state.promoting_since = None
+        state.has_awaited = False
         return NO_MATCH
 
     def _place(self, group: int, index: int) -> int:
@@ -279,7 +282,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             yield start, [(group, block_hash) for block_hash in hashes[start:length]]
 
     def _is_worth_it(self, state: _Request, keys: Sequence[OffloadKey], num_blocks: int) -> bool:
-        if self._rules.costs is None or state.promoting_since is not None:
+        if self._rules.costs is None or state.has_awaited:
             return True
         media = {self._manager.medium_of(key) or MEDIUM_CPU for key in keys}
         slowest = next((medium for medium in media if medium != MEDIUM_CPU), MEDIUM_CPU)
@@ -298,25 +301,26 @@ class OffloadingScheduler(NullSchedulerConnector):
             for index in range(first, last)
             if table[index] != NULL_BLOCK
         ]
-        state, now = self._requests[request.request_id], self._clock.now()
+        state = self._requests[request.request_id]
         chunks = self._manager.prepare_load([key for *_, key in placed])
         blocks = tuple(
             LoadBlock(group, block_id, chunk.chunk_id, index, chunk.digest)
             for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
         )
         job_id = msgspec.structs.replace(transfer_id, epoch=self._epoch)
-        medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
-        since = now if state.promoting_since is None else state.promoting_since
+        # Not since it was promoted: the request may have waited for free blocks, which is no cost of the medium.
+        seconds = max((chunk.seconds for chunk in chunks), default=0.0) if state.has_awaited else 0.0
+        medium, since = MEDIUM_STORAGE if seconds else MEDIUM_CPU, self._clock.now() - seconds
         load = _Load(transfer_id, index_of, num_computed_tokens, end, medium, since)
-        state.promoting_since = None
+        state.has_awaited = False
         state.num_loaded_blocks += last - first
         self._ledger.open(job_id, self._shards, load)
         self._new_loads.append(OffloadLoad(job_id, blocks))
 
     def cancel_load(self, request: RequestView) -> None:
         awaited = self._requests[request.request_id].awaited
-        if self._clock.now() - awaited[2] > _STALLED_SECONDS:
+        if self._clock.now() - awaited[2] > min(_STALLED_SECONDS, self._rules.load_timeout / 2):
             self._manager.give_up(awaited[0])
         for load in self._ledger:
             if isinstance(load, _Load) and load.transfer_id.number == request.hold_id.number:
@@ -329,22 +333,23 @@ class OffloadingScheduler(NullSchedulerConnector):
         state = self._requests[request.request_id]
         if state.policy is OffloadPolicy.NONE:
             return
-        if state.max_offload_blocks is not None:
-            end = min(end, state.max_offload_blocks)
+        end = min(end, state.max_offload_blocks)
         of_tokens, of_states = state.prompts
         num_known = len(of_tokens.places) // max(1, len(self._token_groups))
         for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
             of_tokens.places.update(((group, block_hash), index) for group in self._token_groups)
-        old = range(0)
+        old = of_hit = range(0)
         if state.policy is OffloadPolicy.REQUEST_LEVEL:
             known = state.num_offered_blocks
             old = range(known, min(first, end, known + max(end - first, self._most_old_blocks)))
+            # A hit has one state, which is released when the request has computed more.
+            of_hit = old if known else range(min(first, end))
             state.num_offered_blocks = end if old.stop == min(first, end) else old.stop
-        for prompt, groups in ((of_tokens, self._token_groups), (of_states, self._state_groups)):
+        for prompt, groups, found in ((of_tokens, self._token_groups, old), (of_states, self._state_groups, of_hit)):
             blocks = {
                 (group, request.block_hashes[index]): (block_ids[group][index], index)
                 for group in groups
-                for index in (*old, *range(first, end))
+                for index in (*found, *range(first, end))
                 if block_ids[group][index] != NULL_BLOCK
             }
             if prompt is of_states:

@@ -93,6 +93,8 @@ class ChunkFolder:
         head = self._head(key, attached_digest)
         temporary = self._folder / f"{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
         try:
+            # Someone may have emptied the root to free space.
+            self._folder.mkdir(exist_ok=True)
             # Not closed here: an error's traceback may still refer to it.
             page = mmap.mmap(-1, _PAGE)
             page.write(_first_page(head, digest(head, payload)))

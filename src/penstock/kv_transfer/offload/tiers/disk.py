@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import queue
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -108,6 +109,8 @@ class DiskTier:
         self._clock = SystemClock()
         self._loaders = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-load")
         self._storers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-store", initializer=give_way)
+        for pool in (self._loaders, self._storers):
+            _start_threads(pool, config.num_threads)
         self._done: queue.SimpleQueue[Future[_Outcome]] = queue.SimpleQueue()
         self._tasks: dict[Future[_Outcome], _Store | _Load | _Delete] = {}
         self._num_queued = 0
@@ -210,9 +213,8 @@ class DiskTier:
     def _adopt_found(self) -> None:
         found = [each for folder in self._folders for each in folder.take_found() if self._folder(each.key) is folder]
         for chunk in sorted(found, key=lambda chunk: chunk.last_use):
-            self._index[chunk.key] = None
+            self._add_to_index(chunk.key)
             self._num_bytes += self._file_bytes(chunk.key)
-            self._events.stored(chunk.key)
         excess = self._oldest(self._num_bytes - self._max_bytes) or ()
         self._counts["num_evicted"] += len(excess)
         self._delete(excess)
@@ -231,9 +233,7 @@ class DiskTier:
         if self._num_queued and self._num_queued + len(job.keys) > self._max_queued:
             self._counts["num_refused"] += len(job.keys)
             return None
-        record = self._jobs[job.job_id] = _Job(job, self._clock.now())
-        record.last_time = record.submitted
-        return record
+        return self._jobs.setdefault(job.job_id, _Job(job, self._clock.now()))
 
     def _take_place(self, key: OffloadKey) -> tuple[OffloadKey, ...] | None:
         """Reserves the place of a file and returns the keys to delete for it; None if there is no room."""
@@ -339,13 +339,12 @@ class DiskTier:
         self._busy.remove(task.key)
         for victim in task.victims:
             self._on_victim(victim, is_deleted=victim not in outcome.undeleted)
-        is_doomed = task.key in self._doomed
-        self._doomed.discard(task.key)
         if not outcome.is_successful:
+            self._doomed.discard(task.key)
             self._num_bytes -= self._file_bytes(task.key)
             self._on_failed("store", outcome)
             return False
-        if is_doomed:
+        if task.key in self._doomed:
             self._delete([task.key])
             return False
         self._add_to_index(task.key)
@@ -355,22 +354,19 @@ class DiskTier:
 
     def _on_victim(self, victim: OffloadKey, is_deleted: bool) -> None:
         self._busy.remove(victim)
-        is_doomed = victim in self._doomed
-        self._doomed.discard(victim)
         if is_deleted:
+            self._doomed.discard(victim)
             self._counts["num_evicted"] += 1
             return
         self._num_bytes += self._file_bytes(victim)
-        if is_doomed:
+        if victim in self._doomed:
             self._delete([victim])
         else:
             self._add_to_index(victim)
             self._index.move_to_end(victim, last=False)
 
     def _on_loaded(self, task: _Load, outcome: _Outcome) -> bool:
-        self._loading[task.key] -= 1
-        if not self._loading[task.key]:
-            del self._loading[task.key]
+        self._loading -= Counter([task.key])
         if outcome.is_successful:
             self._counts["num_loaded"] += 1
             self._counts["num_bytes_loaded"] += self._region.bytes_of(task.key[0])
@@ -431,7 +427,7 @@ class DiskTier:
                 digests=tuple(record.successful[key] for key in keys),
                 is_promotion=job.is_promotion,
                 num_bytes=sum(self._region.bytes_of(group) for group, _ in keys),
-                seconds=record.last_time - record.submitted,
+                seconds=max(0.0, record.last_time - record.submitted),
             )
         )
 
@@ -447,3 +443,17 @@ class DiskTier:
         num_left = sum(record.num_left for record in self._jobs.values())
         num_tasks = sum(not isinstance(task, _Delete) for task in self._tasks.values())
         assert num_left == num_tasks == self._num_queued, (num_left, num_tasks, self._num_queued)
+
+
+def _start_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
+    """Starts all threads of a pool. It would start each with a job, which it cannot take back if the system allows no
+    more threads by then. Raises ConfigError.
+    """
+    may_end = threading.Event()
+    try:
+        for _ in range(num_threads):
+            pool.submit(may_end.wait)
+    except RuntimeError as error:
+        raise ConfigError(f"disk_path needs {num_threads} threads more: {error}; raise the limit on them") from None
+    finally:
+        may_end.set()
