@@ -299,6 +299,13 @@ def test_messages_of_gpt_oss(get: Get, api: str, step: int) -> None:
     preamble = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
     server.answers(thought + preamble + ANSWERS["openai"], step=step)
     assert ask(server) == ([("reasoning", REASONING), ("text", "Let me see."), ("call", *CALL)], called)
+    # Reasoning after content, which a chat completion does not order.
+    again = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    server.answers(thought + preamble + again + ANSWERS["openai"], step=step)
+    blocks: Blocks = [("reasoning", REASONING), ("text", "Let me see."), ("reasoning", "\n\nHm."), ("call", *CALL)]
+    if api == "chat":
+        blocks = [("reasoning", f"{REASONING}\n\nHm."), ("text", "Let me see."), ("call", *CALL)]
+    assert ask(server) == (blocks, called)
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -12,7 +12,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from penstock.server import limits
 from penstock.server.openai import conversation
+from penstock.server.openai.responses_api.answer import ResponseAnswer
 from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import ResponseStore, StoredResponse
 from penstock.server.openai.responses_api.translate import to_chat, to_messages
@@ -384,6 +386,31 @@ def test_long_arguments_are_parsed_beside_the_event_loop(
     keyed(scripted).responses.create(model="demo", input=[made, {"role": "user", "content": SUM}])
     assert loops == [None]
     assert json.dumps({"city": "x" * 100})[:-2] in scripted.llm.prompts[-1]
+
+
+def test_the_reasoning_of_a_long_answer_is_counted_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, loops = ResponseAnswer._usage, list[Any]()  # pyright: ignore[reportPrivateUsage]
+
+    def count_and_note(self: ResponseAnswer) -> Any:
+        loops.append(asyncio._get_running_loop())
+        return count(self)
+
+    monkeypatch.setattr(ResponseAnswer, "_usage", count_and_note)
+    with scripted_server(Setup(reasoning_parser="qwen3")) as server:
+        server.answers("<think>" + "Two and three. " * 500 + "</think>Five.", step=1000)
+        whole = keyed(server).responses.create(model="demo", input=SUM)
+        *_, last = keyed(server).responses.create(model="demo", input=SUM, stream=True)
+    assert loops == [None, None]
+    assert last.response.usage == whole.usage  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_more_calls_than_a_turn_may_have_are_several_turns(scripted: ScriptedServer) -> None:
+    scripted.answers("Five.")
+    made = {"type": "function_call", "name": "get_weather", "arguments": "{}"}
+    calls: Any = [{**made, "call_id": f"{number}"} for number in range(limits.MAX_TOOLS + 2)]
+    keyed(scripted).responses.create(model="demo", input=[*calls, {"role": "user", "content": SUM}])
+    *turns, _ = scripted.llm.prompts[-1].split("<|im_start|>assistant\n")[1:]
+    assert [turn.count("get_weather") for turn in turns] == [limits.MAX_TOOLS, 2]
 
 
 def stored(name: str, size: int = 1) -> StoredResponse:

@@ -65,7 +65,8 @@ SHARED_FIELDS: list[tuple[str, Any]] = [
     ("min_tokens", -1), ("min_tokens", 2), ("ignore_eos", 1), ("stop_token_ids", [-1]), ("stop_token_ids", [99999]),
     ("stop_token_ids", [1] * (limits.MAX_TOKEN_LIST + 1)), ("stop_token_ids", [2**70]), ("allowed_token_ids", []),
     ("allowed_token_ids", [99999]), ("bad_words", [""]), ("bad_words", ["a"] * (limits.MAX_BAD_WORDS + 1)),
-    ("bad_words", [HALF]), ("bad_words", "a"), ("cache_salt", ""), ("cache_salt", LONG_NAME), ("cache_salt", HALF),
+    ("bad_words", [HALF]), ("bad_words", "a"), ("bad_words", ["x" * (limits.MAX_BAD_WORD_CHARACTERS + 1)]),
+    ("cache_salt", ""), ("cache_salt", LONG_NAME), ("cache_salt", HALF),
     ("priority", MAX_COUNT + 1), ("priority", "high"), ("prompt_logprobs", MAX_LOGPROBS + 1), ("prompt_logprobs", -1),
     ("user", HALF), ("user", 5), ("stream", "yes"), ("stream_options", {"include_usages": True}),
     ("stream_options", []), ("response_format", {"type": "xml"}), ("max_tokens", MAX_COUNT + 1),
@@ -141,6 +142,12 @@ def test_limits_that_concern_several_fields(url: str) -> None:
     status, answer = call(url + COMPLETIONS, {**one_too_many, "prompt": ["a"] * 16, "n": 64})
     assert status == 200
     assert [choice["index"] for choice in answer["choices"]] == list(range(1024))
+    # The engine has a copy of such lists for every completion.
+    repeated = {**one_too_many, "prompt": ["a"] * 16, "n": 64, "kv_transfer_params": {"a": [0] * 20_000}}
+    error = refused(*call(url + COMPLETIONS, repeated))
+    assert error["param"] == "n"
+    assert "16 prompts times n=64 repeat" in error["message"]
+    assert call(url + COMPLETIONS, {**repeated, "prompt": "a", "n": 2})[0] == 200
     assert refused(*call(url + COMPLETIONS, {"prompt": "a", "prompt_token_ids": [1]}))["param"] == "prompt_token_ids"
     assert refused(*call(url + COMPLETIONS, {"prompt": [MAX_MODEL_LEN] * MAX_MODEL_LEN}))["param"] == "prompt"
     chosen = {"messages": SUM, "tools": [WEATHER_TOOL], "tool_choice": {"function": {"name": "other"}}}

@@ -112,6 +112,24 @@ def test_messages_of_gpt_oss(text: str, reasoning: str, content: str) -> None:
     assert read(HARMONY, Start.OVER, [text]) == ("", text)
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_messages_of_gpt_oss_keep_their_order(size: int) -> None:
+    head = "<|start|>assistant<|channel|>"
+    text = f"{ANALYSIS}a<|end|>{head}commentary<|message|>b<|end|>{head}analysis<|message|>c<|end|>{FINAL}d"
+    reader = HARMONY.reader(Start.POSSIBLE)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    read = [pair for piece in pieces for pair in reader.feed_in_order(piece) if any(pair)]
+    assert [*read, reader.finish()] == [
+        ("a", ""),
+        ("", "b"),
+        ("\n\n", ""),
+        ("c", ""),
+        ("", "\n\n"),
+        ("", "d"),
+        ("", ""),
+    ]
+
+
 @settings(max_examples=300)
 @given(
     st.lists(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.server.openai.reasoning_formats import REASONING_FORMATS
 from penstock.server.openai.tool_calls.parser import MAX_TOOL_CALLS
 from penstock.server.openai.tool_calls.registry import FORMATS, make_format
 from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
-from penstock.utils.errors import GrammarError
+from penstock.utils.errors import GrammarError, RequestError
 from tests.unit.tool_call_streams import assert_any_split_agrees, calls_of
 
 DEMO = Path(penstock.__file__).parent / "demo"
@@ -52,6 +53,8 @@ def xml(name: str, *arguments: tuple[str, str]) -> str:
 
 PARIS = xml("f", ("city", "Paris"))
 PARIS_CALL = ("f", '{"city": "Paris"}')
+NO_END = "</parameter>\n"
+END_OF_CALL = f"\n{NO_END}</function>\n</tool_call>"
 QWEN3_CODER = {
     PARIS: ("", [PARIS_CALL]),
     f"Let me see.\n\n{PARIS}\n{PARIS}\n": ("Let me see.", [PARIS_CALL, PARIS_CALL]),
@@ -86,6 +89,14 @@ QWEN3_CODER = {
     "<tool_call>\n<function=f>\n<parameter=city>\nPar": ("", [("f", '{"city": "Par')]),
     "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\noh": ("oh", [PARIS_CALL]),
     "<tool_call>\n<function=f>\nParis</function>": ("Paris</function>", [("f", "{}")]),
+    # A value without its closing tag ends with its call, and later calls are calls.
+    f"{PARIS.replace(NO_END, '')}\n{PARIS}\nDone": ("\nDone", [PARIS_CALL, PARIS_CALL]),
+    f"{xml('f', ('days', '3')).replace(NO_END, '')}{xml('ns.g-1')}": ("", [("f", '{"days": 3}'), G]),
+    f"{xml('f', ('city', 'a'), ('city', 'b')).removesuffix(END_OF_CALL)}</function></tool_call>b": (
+        "b",
+        [("f", '{"city": "a"}')],
+    ),
+    xml("f", ("city", "the tag </function> ends it")): ("", [("f", '{"city": "the tag </function> ends it"}')]),
 }
 
 ARRAY = '[TOOL_CALLS][{"name": "f", "arguments": {"city": "Paris"}}'
@@ -469,6 +480,48 @@ def test_forced_arguments_of_qwen3_coder_calls(arguments: tuple[tuple[str, str],
     form = FORMATS["qwen3_coder"]()
     text = xml("f", *arguments).removeprefix(form.forced_prefix("f"))
     assert is_accepted(form.forced_grammar({"f": TOOLS["f"]}, "f"), text) == accepted
+
+
+MANY = {f"a{number}": {"type": "integer"} for number in range(1200)}
+LARGE: dict[str, dict[str, Any]] = {
+    "definitions repeated for each argument": {"properties": MANY, "$defs": {"a": {"description": "d" * 30_000}}},
+    "optional arguments that may follow each other": {"properties": MANY},
+}
+
+
+@pytest.mark.parametrize("schema", LARGE.values(), ids=LARGE.keys())
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic", "lfm2"])
+def test_a_grammar_that_is_too_large_is_refused_before_it_is_made(name: str, schema: dict[str, Any]) -> None:
+    """The rules for one such tool are up to hundreds of megabytes, and a request may have a hundred of them."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="grammar must be at most 65536 bytes"):
+            FORMATS[name]().forced_grammar(dict.fromkeys(map(str, range(3)), schema), None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4_000_000
+
+
+class CountedLookups(dict[str, Any]):
+    count = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_a_long_chain_of_references_is_not_followed_for_every_argument(name: str) -> None:
+    chain = CountedLookups({str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(300)})
+    schema = {"properties": {f"a{number}": {"$ref": "#/$defs/0"} for number in range(6)}, "$defs": chain}
+    FORMATS[name]().forced_grammar({"f": schema}, "f")
+    assert 0 < chain.count < 6 * 100
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_schema_whose_required_arguments_are_no_list_is_no_failure(name: str) -> None:
+    FORMATS[name]().forced_grammar({"f": {**TOOLS["f"], "required": 5}}, "f")
 
 
 REFERENCES = {

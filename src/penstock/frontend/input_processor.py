@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -78,6 +79,8 @@ class InputProcessor:
         self._has_connector = has_connector
         self._pooling = pooling
         self._counter = itertools.count()
+        # Hundreds of prompts of one caller may have the same words.
+        self._bad_words = functools.lru_cache(maxsize=8)(self._encode_bad_words)
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, adapter: Adapter | None = None
@@ -128,7 +131,7 @@ class InputProcessor:
             output_token_ids=given[0],
             eos_token_ids=eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
-            bad_words_token_ids=self._bad_words(params.bad_words or ()),
+            bad_words_token_ids=self._bad_words(tuple(params.bad_words or ())),
             priority=priority,
             cache_salt=cache_salt,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
@@ -315,7 +318,7 @@ class InputProcessor:
             field = "stop" if params.stop_strings else "bad_words"
             raise RequestError(f"{field} needs a tokenizer, and the engine was started without one", field)
 
-    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Returns each word as it begins a text and as it follows a word, which many tokenizers encode differently."""
         if self._tokenizer is None:
             return ()

@@ -26,12 +26,17 @@ MAX_TOOL_SCHEMA_BYTES = 64 << 10
 MAX_NAME_CHARACTERS = 256
 """Names of models, roles, tools, users; cache salts."""
 MAX_STOP_CHARACTERS = 1024
-"""One stop string or bad word."""
+"""One stop string."""
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 128
 MAX_TOKEN_LIST = 1024
 """`stop_token_ids`."""
 MAX_ALLOWED_TOKENS = 1 << 19
 """`allowed_token_ids`, which may contain the whole vocabulary."""
+MAX_REPEATED_BYTES = 32 << 20
+"""Lists of tokens and words, and transfer parameters, as JSON, for all completions of a request together: the engine
+has a copy of them for each, which takes several times as much memory.
+"""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_HEAD_BYTES = 256 << 10
 """An incomplete request's first line and headers; at least the size of one read."""

@@ -57,7 +57,7 @@ def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParam
     n = body.n or 1
     if body.best_of not in (None, n):
         raise RequestError(f"best_of must be absent or equal to n={n}: completions are not ranked here", "best_of")
-    overrides: dict[str, Any] = {"max_tokens": _max_tokens(body), "logprobs": body.logprobs}
+    overrides: dict[str, Any] = {"max_tokens": prompts.max_tokens_of(body), "logprobs": body.logprobs}
     if overrides["max_tokens"] == 0:
         if not body.echo:
             raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
@@ -70,10 +70,6 @@ def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParam
     return generation.sampling_params(body, service.default_sampling_params, **overrides)
 
 
-def _max_tokens(body: CompletionRequest) -> int | None:
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
 class _Answer:
     """Writes one request's answer, complete or streamed. Choice p * n + i is completion i of prompt p."""
 
@@ -82,7 +78,7 @@ class _Answer:
         self._body = body
         self._generation = started
         self._head = {**head, "object": "text_completion"}
-        self._is_prompt_only = _max_tokens(body) == 0
+        self._is_prompt_only = prompts.max_tokens_of(body) == 0
         self._prompt_texts: dict[int, str] = {}
 
     def whole(self) -> dict[str, Any]:

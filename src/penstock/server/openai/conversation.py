@@ -52,7 +52,7 @@ async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[To
     has. Raises RequestError.
     """
     tools, tokenizer = ToolUse(body, service.tool_format), service.llm.get_tokenizer()
-    tokenizing = prompts.tokenizing_of(body, service, _max_tokens(body))
+    tokenizing = prompts.tokenizing_of(body, service, prompts.max_tokens_of(body))
     prompt = await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
     continued = content_of(body.messages[-1]) if body.continue_final_message else None
     start = service.reasoning.start_of(tokenizer, prompt, continued)
@@ -76,10 +76,6 @@ async def start_chat(
     return Chat(model, started, tools, service.reasoning, separated_from, prefix, make_id)
 
 
-def _max_tokens(body: ChatCompletionRequest) -> int | None:
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
 def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolUse, start: Start) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -87,9 +83,9 @@ def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolU
     has_form = formats.structured_outputs(body) is not None
     if tools.is_forced and has_form:
         raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
-    grammar = None if has_form else tools.grammar(with_prefix=start is not Start.OVER)
-    if grammar is not None:
-        with formats.naming_the_field(body):
+    with formats.naming_the_field(body):
+        grammar = None if has_form else tools.grammar(with_prefix=start is not Start.OVER)
+        if grammar is not None:
             overrides["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
     if tools.banned_words:
         overrides["bad_words"] = [*(body.bad_words or ()), *tools.banned_words]
@@ -99,7 +95,7 @@ def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolU
         body,
         service.default_sampling_params,
         **overrides,
-        max_tokens=_max_tokens(body),
+        max_tokens=prompts.max_tokens_of(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     if params.structured_outputs is None:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,6 +36,7 @@ _SAMPLING_FIELDS = [
     if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED
 ]
 _MAX_RANK_DIGITS = 9
+_MANY_TOKENS = 1024
 
 
 def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
@@ -227,10 +229,13 @@ async def start(
     """Submits all prompts to the engine or none: if one is refused, the previous ones are aborted."""
     if reported is not None and params.seed is None:
         params = replace(params, seed=reported.seed)
-    if len(prompts) * params.n > limits.MAX_COMPLETIONS:
-        raise RequestError(
-            f"{len(prompts)} prompts times n={params.n} exceed {limits.MAX_COMPLETIONS} completions", "n"
-        )
+    num_completions, counted = len(prompts) * params.n, f"{len(prompts)} prompts times n={params.n}"
+    if num_completions > limits.MAX_COMPLETIONS:
+        raise RequestError(f"{counted} exceed {limits.MAX_COMPLETIONS} completions", "n")
+    repeated = params.allowed_token_ids, params.bad_words, params.kv_transfer_params
+    if (size := len(msgspec.json.encode(repeated)) * num_completions) > limits.MAX_REPEATED_BYTES:
+        told = f"{counted} repeat {size} bytes of allowed_token_ids, bad_words and kv_transfer_params"
+        raise RequestError(f"{told}: at most {limits.MAX_REPEATED_BYTES} are allowed, so ask for fewer at a time", "n")
     if len(prompts) > 1 and params.is_disaggregated and service.llm.config.kv_transfer is not None:
         raise RequestError(
             f"there must be one prompt with do_remote_decode or do_remote_prefill, got {len(prompts)}: send one "
@@ -245,7 +250,7 @@ async def start(
         )
     salt, lora = service.cache_scope(request, body.cache_salt), service.adapter(body.model)
     trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
-    service.llm.check_count(len(prompts) * params.n, rank)
+    service.llm.check_count(num_completions, rank)
     service.llm.check_count(params.n, 0)  # the completions of one prompt run on one engine
     streams: list[RequestStream] = []
     try:
@@ -405,6 +410,7 @@ async def respond(
     def whole() -> Response:
         return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
 
-    # Log probabilities may be many megabytes.
+    # Log probabilities may be many megabytes, and the parsers of calls examine each character.
     is_large = any(output.prompt_logprobs or output.outputs[0].logprobs for output in started.outputs)
+    is_large |= started.usage()["completion_tokens"] >= _MANY_TOKENS
     return await asyncio.to_thread(whole) if is_large else whole()

@@ -12,6 +12,7 @@ without channels is content.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.server.openai.reasoning import ReasoningFormat, ReasoningReader, Start, overlap, thought_terminals
@@ -70,12 +71,14 @@ class HarmonyReader(ReasoningReader):
         self._has_text = {False: False, True: False}  # content, reasoning
 
     def feed(self, text: str) -> tuple[str, str]:
-        read: list[tuple[str, str]] = []
+        read = list(self.feed_in_order(text))
+        return "".join(reasoning for reasoning, _ in read), "".join(content for _, content in read)
+
+    def feed_in_order(self, text: str) -> Iterator[tuple[str, str]]:
         for start in range(0, len(text), _PIECE):
             self._pending += text[start : start + _PIECE]
             while (piece := self._next()) is not None:
-                read.append(piece)
-        return "".join(reasoning for reasoning, _ in read), "".join(content for _, content in read)
+                yield piece
 
     def finish(self) -> tuple[str, str]:
         """Returns the text that was held back. A header that was cut off says nothing."""

@@ -12,7 +12,13 @@ from typing import Any
 from penstock.frontend.input_processor import Prompt
 from penstock.server import limits
 from penstock.server.openai.dialects import is_ignored
-from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, GenerationRequest, TemplateOptions
+from penstock.server.openai.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    TemplateOptions,
+)
 from penstock.server.service import Service
 from penstock.tokenizer.tokenizer import Truncation
 from penstock.utils.errors import RequestError
@@ -33,6 +39,11 @@ class Tokenizing:
 
 AS_WRITTEN = Tokenizing()
 """For the text of a chat template, which writes the special tokens itself."""
+
+
+def max_tokens_of(body: ChatCompletionRequest | CompletionRequest) -> int | None:
+    """Returns the limit of a completion, under either of its names."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def tokenizing_of(

@@ -49,6 +49,7 @@ FewValues = BeforeValidator(partial(_few_values, limits.MAX_MESSAGE_VALUES))
 FewEntries = BeforeValidator(partial(_few_values, limits.MAX_ENTRY_VALUES))
 Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
+BadWord = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_BAD_WORD_CHARACTERS)]
 FunctionName = Annotated[Name, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
 Variables = Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES), FewEntries]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -152,7 +153,7 @@ class GenerationRequest(EngineRequestBody):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_TOKEN_LIST)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=limits.MAX_ALLOWED_TOKENS)] | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=limits.MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=limits.MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None

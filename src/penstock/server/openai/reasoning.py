@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
@@ -119,6 +119,10 @@ class ReasoningReader:
         if self._is_undecided and not self._decide():
             return "", ""
         return self._divide()
+
+    def feed_in_order(self, text: str) -> Iterator[tuple[str, str]]:
+        """Does the same as `feed`; yields several pieces if there is reasoning after content."""
+        yield self.feed(text)
 
     def finish(self) -> tuple[str, str]:
         """Returns the text that was held back, at the end."""

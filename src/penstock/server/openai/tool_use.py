@@ -24,8 +24,10 @@ class ToolUse:
         choice = body.tool_choice or ("auto" if body.tools else "none")
         self.offered: list[Tool] = [] if choice == "none" else list(body.tools or ())
         self.is_forced = False
-        self.banned_words = tool_format.trigger_tokens if tool_format is not None and self._is_refused(body) else []
-        self._no_call = tool_format.no_call_grammar() if tool_format is not None and self._is_refused(body) else None
+        # The format of tools that must not be called.
+        refused = tool_format if body.tools and choice == "none" else None
+        self.banned_words = [] if refused is None else refused.trigger_tokens
+        self._no_call = None if refused is None else refused.no_call_grammar()
         self._function: str | None = None
         self._allows_several = body.parallel_tool_calls is not False
         self._format = tool_format if self.offered else None
@@ -73,11 +75,6 @@ class ToolUse:
         parser = None if self._format is None else self._format.parser(self._schemas(), make_id)
         return AnswerReader(reasoning, parser, prefix, self._allows_several)
 
-    @staticmethod
-    def _is_refused(body: ChatCompletionRequest) -> bool:
-        """Whether there are tools that must not be called."""
-        return bool(body.tools) and body.tool_choice == "none"
-
     def _schemas(self) -> dict[str, dict[str, object]]:
         return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.offered}
 
@@ -112,7 +109,7 @@ class AnswerReader:
 
     def read(self, text: str, is_last: bool) -> list[Part]:
         """Returns the parts in the next piece; the last piece ends the reader."""
-        parts = self._divide(*self._reasoning.feed(text))
+        parts = [part for piece in self._reasoning.feed_in_order(text) for part in self._divide(*piece)]
         if is_last:
             parts += self._divide(*self._reasoning.finish())
             if self._parser is not None:

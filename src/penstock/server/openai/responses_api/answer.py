@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -67,7 +68,8 @@ class ResponseAnswer:
         async with aclosing(self._blocks.generation.stream(self._news)) as streamed:
             async for data in streamed:
                 yield data
-        response = self._finish()
+        # Beside the event loop: all of the reasoning is tokenized once more, to be counted.
+        response = await asyncio.to_thread(self._finish)
         yield self._event(f"response.{response['status']}", response=response)
 
     def _news(self, _: int) -> Iterator[bytes]:

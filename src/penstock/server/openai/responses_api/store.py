@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ class StoredResponse:
 
 class ResponseStore:
     """Stores the newest responses as JSON, up to a number and a size; evicts the least recently used one. An `owner` is
-    an API key, or None if the server has none: responses are not accessible with other keys.
+    an API key, or None if the server has none: responses are not accessible with other keys. Thread-safe.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[tuple[bytes | None, str], bytes] = OrderedDict()
         self._num_bytes = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,21 +43,24 @@ class ResponseStore:
         data = msgspec.json.encode(response)
         if len(data) > self._max_bytes:
             return
-        self._entries[owner, response.body["id"]] = data
-        self._num_bytes += len(data)
-        while len(self._entries) > self._max_responses or self._num_bytes > self._max_bytes:
-            self._num_bytes -= len(self._entries.popitem(last=False)[1])
+        with self._lock:
+            self._entries[owner, response.body["id"]] = data
+            self._num_bytes += len(data)
+            while len(self._entries) > self._max_responses or self._num_bytes > self._max_bytes:
+                self._num_bytes -= len(self._entries.popitem(last=False)[1])
 
     def get(self, owner: bytes | None, response_id: str) -> StoredResponse | None:
         """Returns the response and marks it as used."""
-        data = self._entries.get((owner, response_id))
-        if data is None:
-            return None
-        self._entries.move_to_end((owner, response_id))
+        with self._lock:
+            data = self._entries.get((owner, response_id))
+            if data is None:
+                return None
+            self._entries.move_to_end((owner, response_id))
         return msgspec.json.decode(data, type=StoredResponse)
 
     def remove(self, owner: bytes | None, response_id: str) -> bool:
         """Deletes a response; returns whether there was one."""
-        data = self._entries.pop((owner, response_id), b"")
-        self._num_bytes -= len(data)
+        with self._lock:
+            data = self._entries.pop((owner, response_id), b"")
+            self._num_bytes -= len(data)
         return bool(data)

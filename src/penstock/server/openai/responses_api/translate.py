@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.server import limits
 from penstock.server.openai.protocol import ChatCompletionRequest
 from penstock.server.openai.responses_api.protocol import (
     AllowedTools,
@@ -43,7 +44,8 @@ def to_messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
             role = "system" if item.role in _SYSTEM_ROLES else item.role
             messages.append({"role": role, "content": [_text(item.content)]})
         elif isinstance(item, FunctionCallItem):
-            if last is None:
+            if last is None or len(last.get("tool_calls", ())) == limits.MAX_TOOLS:
+                # A turn has at most that many calls.
                 messages.append(last := {"role": "assistant", "content": []})
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             last.setdefault("tool_calls", []).append(call)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.server.openai.tool_calls.json_call import read_until_closed
 from penstock.server.openai.tool_calls.parser import (
     Malformed,
     Scan,
     TaggedParser,
-    Tools,
     expect,
     read_name,
     require,
@@ -100,13 +99,10 @@ class DeepSeekV3Format(ToolCallFormat):
     def forced_prefix(self, function: str | None) -> str:
         return self._BEFORE_NAME + (f"{function}{self._BEFORE_ARGUMENTS}" if function else "")
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        calls: dict[str, str] = {}
-        for name, schema in tools.items():
-            head = "" if function else self.literal(name + self._BEFORE_ARGUMENTS) + " "
-            end = self.literal(self._AFTER_ARGUMENTS + CALL_END + CALLS_END)
-            calls[name] = f"{head}{RULE}_arguments {end}\n{RULE}_arguments: {json_rule(schema)}"
-        return calls
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        head = "" if function else self.literal(name + self._BEFORE_ARGUMENTS) + " "
+        end = self.literal(self._AFTER_ARGUMENTS + CALL_END + CALLS_END)
+        return f"{head}{RULE}_arguments {end}\n{RULE}_arguments: {json_rule(schema)}"
 
 
 class DeepSeekV31Format(DeepSeekV3Format):

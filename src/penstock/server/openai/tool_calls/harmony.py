@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.server.openai.harmony import CALL, CALL_BEGIN, CHANNEL, CONSTRAIN, MESSAGE
 from penstock.server.openai.tool_calls.deepseek import SectionParser
-from penstock.server.openai.tool_calls.parser import Scan, Tools, expect, read_name, read_tag, require, skip_whitespace
+from penstock.server.openai.tool_calls.parser import Scan, expect, read_name, read_tag, require, skip_whitespace
 from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, json_rule
 
 _JSON = f" {CONSTRAIN}json"
@@ -43,9 +44,6 @@ class HarmonyFormat(ToolCallFormat):
     def forced_prefix(self, function: str | None) -> str:
         return CALL_BEGIN + (f"{function}{_JSON}{MESSAGE}" if function else "")
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        calls: dict[str, str] = {}
-        for name, schema in tools.items():
-            head = "" if function else self.literal(f"{name}{_JSON}{MESSAGE}") + " "
-            calls[name] = f"{head}{RULE}_arguments {self.literal(CALL)}\n{RULE}_arguments: {json_rule(schema)}"
-        return calls
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        head = "" if function else self.literal(f"{name}{_JSON}{MESSAGE}") + " "
+        return f"{head}{RULE}_arguments {self.literal(CALL)}\n{RULE}_arguments: {json_rule(schema)}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.server.openai.tool_calls.deepseek import SectionParser
-from penstock.server.openai.tool_calls.parser import Scan, Tools, expect, read_name, require
+from penstock.server.openai.tool_calls.parser import Scan, expect, read_name, require
 from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, json_rule
 
 CALLS_BEGIN, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -41,13 +42,7 @@ class KimiK2Format(ToolCallFormat):
     def forced_prefix(self, function: str | None) -> str:
         return f"{CALLS_BEGIN}{CALL_BEGIN}functions." + (f"{function}:" if function else "")
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        calls: dict[str, str] = {}
-        for name, schema in tools.items():
-            head = "" if function else self.literal(f"{name}:") + " "
-            end = self.literal(CALL_END + CALLS_END)
-            calls[name] = (
-                f"{head}/[0-9]{{1,4}}/ {self.literal(ARGUMENTS)} {RULE}_arguments {end}\n"
-                f"{RULE}_arguments: {json_rule(schema)}"
-            )
-        return calls
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        head = "" if function else self.literal(f"{name}:") + " "
+        call = f"/[0-9]{{1,4}}/ {self.literal(ARGUMENTS)} {RULE}_arguments {self.literal(CALL_END + CALLS_END)}"
+        return f"{head}{call}\n{RULE}_arguments: {json_rule(schema)}"

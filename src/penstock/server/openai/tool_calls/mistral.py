@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.server.openai.tool_calls.json_call import JsonCallParser, read_until_closed
 from penstock.server.openai.tool_calls.parser import (
     Malformed,
     Scan,
     TaggedParser,
-    Tools,
     expect,
     read_name,
     read_tag,
@@ -84,16 +84,13 @@ class MistralFormat(ToolCallFormat):
             return f'{TOOL_CALLS}[{{"name": "'
         return f'{TOOL_CALLS}[{{"name": {json.dumps(function)}, "arguments":'
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        calls: dict[str, str] = {}
-        for name, schema in tools.items():
-            if self._names_come_first:
-                head, end = ("" if function else self.literal(name + ARGS) + " "), ""
-            else:
-                head = "/[ ]?/ " if function else lark_string(f'{name}", "arguments":') + " /[ ]?/ "
-                end = ' "}]"'
-            calls[name] = f"{head}{RULE}_arguments{end}\n{RULE}_arguments: {json_rule(schema)}"
-        return calls
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        if self._names_come_first:
+            head, end = ("" if function else self.literal(name + ARGS) + " "), ""
+        else:
+            head = "/[ ]?/ " if function else lark_string(f'{name}", "arguments":') + " /[ ]?/ "
+            end = ' "}]"'
+        return f"{head}{RULE}_arguments{end}\n{RULE}_arguments: {json_rule(schema)}"
 
     @property
     def _names_come_first(self) -> bool:

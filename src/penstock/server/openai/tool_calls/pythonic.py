@@ -16,13 +16,19 @@ from penstock.server.openai.tool_calls.parser import (
     Scan,
     TaggedParser,
     ToolCallParser,
-    Tools,
     read_name,
     read_tag,
     require,
     skip_whitespace,
 )
-from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, definitions_of, json_rule, lark_string
+from penstock.server.openai.tool_calls.tool_format import (
+    RULE,
+    ToolCallFormat,
+    bounded,
+    definitions_of,
+    json_rule,
+    lark_string,
+)
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 LFM2_START, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -128,27 +134,22 @@ class PythonicFormat(ToolCallFormat):
     def forced_prefix(self, function: str | None) -> str:
         return f"{self.OPENING}[" + (f"{function}(" if function else "")
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        return {name: self._call(name, schema, function) for name, schema in tools.items()}
-
-    def _call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
         """Required arguments first, each of the others after a comma or not at all."""
-        properties = schema.get("properties")
-        known: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
-        required = [key for key in known if key in (schema.get("required") or ())]
-        optional = [key for key in known if key not in required]
+        known, needed = typed_text.properties_of(schema)
+        required, optional = [key for key in known if key in needed], [key for key in known if key not in needed]
         rules = {key: f"{RULE}_{number}" for number, key in enumerate(known)}
-        lines = [_argument_rule(rules[key], key, known[key], definitions_of(schema)) for key in known]
+        lines = bounded(_argument_rule(rules[key], key, known[key], definitions_of(schema)) for key in known)
         head = [] if function else [lark_string(f"{name}(")]
         arguments = ' ", " '.join(rules[key] for key in required)
         if required:
             arguments += "".join(f' (", " {rules[key]})?' for key in optional)
         elif optional:
             # Any of them may be the first one.
-            starts = [
+            starts = bounded(
                 " ".join([rules[key], *(f'(", " {rules[later]})?' for later in optional[place + 1 :])])
                 for place, key in enumerate(optional)
-            ]
+            )
             arguments = f"({' | '.join(starts)})?"
         return "\n".join([" ".join([*head, arguments, '")]"', self.literal(self.CLOSING)]), *lines])
 

@@ -27,6 +27,7 @@ class Qwen3CoderParser(TextArgumentsParser):
     OUTER = (OPENING_TAG,)
     ENDS = (CLOSING_TAG,)
     VALUE_END = _PARAMETER_END
+    CALL_ENDS = (f"{_FUNCTION_END}\n{CLOSING_TAG}", f"{_FUNCTION_END}{CLOSING_TAG}")
     BREAKS = True
 
     def _name(self) -> Scan[tuple[str, str]]:

@@ -8,17 +8,26 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from penstock.server.openai.tool_calls import typed_text
-from penstock.server.openai.tool_calls.parser import Malformed, Scan, TaggedParser, Tools, require
-from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, definitions_of, json_rule, lark_string
+from penstock.server.openai.tool_calls.parser import Malformed, Scan, TaggedParser, require
+from penstock.server.openai.tool_calls.tool_format import (
+    RULE,
+    ToolCallFormat,
+    bounded,
+    definitions_of,
+    json_rule,
+    lark_string,
+)
 
 
 class TextArgumentsParser(TaggedParser):
     """Text arguments are streamed, all others are sent when they are complete. `VALUE_END` is the tag after a value.
+    `CALL_ENDS` are the ends of a call that also end a value, because models sometimes omit that tag.
 
     With `BREAKS` one line break at either end of a value belongs to the tags.
     """
 
     VALUE_END: ClassVar[str]
+    CALL_ENDS: ClassVar[tuple[str, ...]] = ()
     BREAKS: ClassVar[bool]
 
     def _call_after_tag(self, content: str) -> Scan[tuple[bool, str]]:
@@ -32,7 +41,8 @@ class TextArgumentsParser(TaggedParser):
         seen: set[str] = set()
         try:
             while (key := (yield from self._key(char))) is not None:
-                yield from self._value(key, self._tools[name], seen)
+                if not (yield from self._value(key, self._tools[name], seen)):
+                    break
                 char = yield
         except Malformed:
             self._close(seen)
@@ -53,25 +63,28 @@ class TextArgumentsParser(TaggedParser):
         """Ends the arguments, also if the call breaks off between two of them."""
         self._parts.add_arguments(self.num_calls - 1, "}" if seen else "{}")
 
-    def _value(self, key: str, schema: Mapping[str, Any], seen: set[str]) -> Scan[None]:
-        """Reads a value and the tag after it. If an argument is repeated, its first value is used."""
-        types = typed_text.types_of(typed_text.property_of(schema, key), schema)
+    def _value(self, key: str, schema: Mapping[str, Any], seen: set[str]) -> Scan[bool]:
+        """Reads a value and the tag after it; returns whether the call goes on. If an argument is repeated, its first
+        value is used.
+        """
+        types = typed_text.types_of(typed_text.properties_of(schema)[0].get(key), schema)
         head = f"{', ' if seen else '{'}{json.dumps(key, ensure_ascii=False)}: "
         if key in seen:
-            yield from self._text(lambda _: None)
+            goes_on = yield from self._text(lambda _: None)
         elif typed_text.is_text(types):
-            seen.add(key)
             self._emit(f'{head}"')
-            yield from self._text(lambda text: self._emit(typed_text.escaped(text)))
+            goes_on = yield from self._text(lambda text: self._emit(typed_text.escaped(text)))
             self._emit('"')
         else:
             pieces: list[str] = []
-            yield from self._text(pieces.append)
-            seen.add(key)
+            goes_on = yield from self._text(pieces.append)
             self._emit(head + typed_text.to_json("".join(pieces), types))
+        seen.add(key)
+        return goes_on
 
-    def _text(self, emit: Callable[[str], object]) -> Scan[None]:
-        ends = ("\n" + self.VALUE_END, self.VALUE_END) if self.BREAKS else (self.VALUE_END,)
+    def _text(self, emit: Callable[[str], object]) -> Scan[bool]:
+        tags = (self.VALUE_END, *self.CALL_ENDS)
+        ends = (*tags, *map("\n".__add__, tags)) if self.BREAKS else tags
         pending = ""
         char = yield
         if self.BREAKS and char == "\n":
@@ -82,7 +95,7 @@ class TextArgumentsParser(TaggedParser):
                 emit(pending[0])
                 pending = pending[1:]
             if pending in ends:
-                return
+                return pending.endswith(self.VALUE_END)
             char = yield
 
 
@@ -103,18 +116,14 @@ class TextArgumentsFormat(ToolCallFormat):
     def forced_prefix(self, function: str | None) -> str:
         return self.OPENING + (f"{function}{self.NAME_END}" if function else "")
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        return {name: self._call(name, schema, function) for name, schema in tools.items()}
-
-    def _call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
         head = [] if function else [lark_string(f"{name}{self.NAME_END}")]
-        rules: list[str] = []
-        properties = schema.get("properties")
-        required = schema.get("required") or ()
-        for number, (key, kind) in enumerate((properties if isinstance(properties, Mapping) else {}).items()):
-            rule = f"{RULE}_{number}"
-            head.append(rule if key in required else f"{rule}?")
-            rules.append(self._parameter(rule, key, kind, definitions_of(schema)))
+        known, required = typed_text.properties_of(schema)
+        head += [f"{RULE}_{number}{'' if key in required else '?'}" for number, key in enumerate(known)]
+        rules = bounded(
+            self._parameter(f"{RULE}_{number}", key, kind, definitions_of(schema))
+            for number, (key, kind) in enumerate(known.items())
+        )
         if not rules:
             before, after = lark_string(self.BEFORE_KEY), lark_string(self.AFTER_KEY)
             head.append(f"{RULE}_any*")

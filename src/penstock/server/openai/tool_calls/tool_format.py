@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from penstock.messages.structured_outputs import MAX_GRAMMAR_BYTES
 from penstock.server.openai.tool_calls.parser import MakeId, ToolCallParser, Tools, random_id
 from penstock.tokenizer.tokenizer import AddedToken
+from penstock.utils.errors import RequestError
 
 
 class ToolCallFormat(ABC):
@@ -50,9 +52,8 @@ class ToolCallFormat(ABC):
         """
 
     @abstractmethod
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        """Returns, for each function, the Lark expression that must follow `forced_prefix(function)` to form a call of
-        it.
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        """Returns the Lark expression that must follow `forced_prefix(function)` to form a call of the function `name`.
 
         A right-hand side, which may be followed by further rules on lines of their own. Their names begin with `RULE`,
         which is replaced by the name of the function's rule, so that rules of several functions do not collide.
@@ -106,10 +107,12 @@ class ToolCallFormat(ABC):
         return f"/(?s:.*)/ & ~/(?s:.*)({triggers})(?s:.*)/"
 
     def _call_rules(self, tools: Tools, function: str | None) -> list[str]:
-        """Returns the rule `call` for the text after `forced_prefix(function)`, and the rules that it needs."""
-        written = self._forced_calls(tools, function)
+        """Returns the rule `call` for the text after `forced_prefix(function)`, and the rules that it needs. Raises
+        RequestError if they are too large for a grammar.
+        """
         names = {name: f"call_{number}" for number, name in enumerate(tools)}
-        rules = [f"{rule}: {written[name].replace(RULE, rule)}" for name, rule in names.items()]
+        calls = (f"{rule}: {self._forced_call(name, tools[name], function)}" for name, rule in names.items())
+        rules = [call.replace(RULE, rule) for call, rule in zip(bounded(calls), names.values(), strict=True)]
         return [f"call: {' | '.join(names.values())}", *rules, *self.TERMINALS]
 
     def literal(self, text: str) -> str:
@@ -128,7 +131,20 @@ class ToolCallFormat(ABC):
 
 
 RULE = "@RULE@"
-"""Placeholder for the name of a function's rule in the rules from `_forced_calls`."""
+"""Placeholder for the name of a function's rule in the rules from `_forced_call`."""
+
+
+def bounded(rules: Iterable[str]) -> list[str]:
+    """Returns rules that are made one by one. Raises RequestError as soon as they are larger than a grammar may be: the
+    rules for schemas of kilobytes can take gigabytes.
+    """
+    kept, size = list[str](), 0
+    for rule in rules:
+        size += len(rule)
+        if size > MAX_GRAMMAR_BYTES:
+            raise RequestError(f"grammar must be at most {MAX_GRAMMAR_BYTES} bytes", "grammar")
+        kept.append(rule)
+    return kept
 
 
 def lark_string(text: str) -> str:
@@ -163,10 +179,7 @@ class JsonObjectFormat(ToolCallFormat):
             return f'{self.OPENING}{{"name": "'
         return f'{self.OPENING}{{"name": {json.dumps(function, ensure_ascii=False)}, "{self.ARGUMENTS_KEY}":'
 
-    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        calls: dict[str, str] = {}
-        for name, schema in tools.items():
-            head = "" if function is not None else lark_string(f'{name}", "{self.ARGUMENTS_KEY}":') + " "
-            end = self.literal("}" + self.CLOSING)
-            calls[name] = f"{head}/[ ]?/ {RULE}_arguments {end}\n{RULE}_arguments: {json_rule(schema)}"
-        return calls
+    def _forced_call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        head = "" if function is not None else lark_string(f'{name}", "{self.ARGUMENTS_KEY}":') + " "
+        end = self.literal("}" + self.CLOSING)
+        return f"{head}/[ ]?/ {RULE}_arguments {end}\n{RULE}_arguments: {json_rule(schema)}"

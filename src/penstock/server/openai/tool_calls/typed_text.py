@@ -9,19 +9,21 @@ from typing import Any
 
 from penstock.server.openai.tool_calls.parser import Malformed
 
+_MAX_PARTS = 64
 # In this order: True is an `int` too.
 _TYPES = {"boolean": bool, "integer": int, "number": float, "object": dict, "array": list, "null": type(None)}
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the JSON types that a value may have; empty if the schema does not restrict them. `root` is the schema
-    that references point into.
+    """Returns the JSON types that a value may have, by the first parts of its schema; empty if they do not restrict
+    them. `root` is the schema that references point into.
     """
     types: set[str] = set()
     parts: list[Any] = [schema]
     followed: set[str] = set()
-    while parts:
-        part = parts.pop()
+    # Thousands of arguments may refer to the same long chain of references.
+    for _ in range(_MAX_PARTS):
+        part = parts.pop() if parts else None
         if not isinstance(part, Mapping):
             continue
         kind = part.get("type")
@@ -92,10 +94,10 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """Returns the schema of one argument; None if there is none."""
-    properties = schema.get("properties")
-    return properties.get(name) if isinstance(properties, Mapping) else None
+def properties_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Any]]:
+    """Returns the schema of each argument, and the names of those that are required."""
+    properties, required = schema.get("properties"), schema.get("required")
+    return properties if isinstance(properties, Mapping) else {}, required if isinstance(required, list) else []
 
 
 def _type_name(value: Any) -> str:
