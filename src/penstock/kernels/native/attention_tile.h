@@ -166,6 +166,7 @@ PENSTOCK_INLINE void multiply_block(const typename Unit::Item* a, int64_t lda, c
     Vec acc[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) acc[r][n] = add ? load(c + r * ldc + n * kLanes) : splat(0);
+#pragma GCC unroll 4
     for (int64_t i = 0; i < k; ++i) {
         step();
         for (int n = 0; n < N; ++n) {
