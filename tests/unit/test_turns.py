@@ -165,9 +165,9 @@ def test_numbers_of_many_vectors_are_written_in_turns() -> None:
     assert json.loads(JSONResponse(rows[-1]).body) == {"object": "embedding", "index": COUNT - 1, "embedding": [0.5, 2]}
 
 
-@pytest.mark.parametrize("logprobs", [None, [{1: Logprob(0.0)}]])
-def test_an_answer_with_log_probabilities_is_written_on_a_thread(logprobs: Logprobs | None) -> None:
-    """It may be a hundred megabytes; all others are short, and some change what belongs to the event loop."""
+@pytest.mark.parametrize(("logprobs", "num_tokens"), [(None, 1023), (None, 1024), ([{1: Logprob(0.0)}], 1)])
+def test_a_large_answer_is_written_on_a_thread(logprobs: Logprobs | None, num_tokens: int) -> None:
+    """With log probabilities it may be a hundred megabytes."""
     threads: list[threading.Thread] = []
 
     def whole() -> dict[str, Any]:
@@ -180,11 +180,12 @@ def test_an_answer_with_log_probabilities_is_written_on_a_thread(logprobs: Logpr
         async def finish() -> None:
             pass
 
-        started = SimpleNamespace(outputs=[output], finish=finish, close=lambda: None)
+        usage = {"completion_tokens": num_tokens}
+        started = SimpleNamespace(outputs=[output], finish=finish, close=lambda: None, usage=lambda: usage)
         request = SimpleNamespace(receive=asyncio.Event().wait)
         answer = SimpleNamespace(whole=whole)
         response = await respond(cast(Any, request), cast(Any, started), cast(Any, answer), "r", is_stream=False)
         assert response.body == b"{}"
 
     asyncio.run(main())
-    assert [thread is threading.main_thread() for thread in threads] == [logprobs is None]
+    assert [thread is threading.main_thread() for thread in threads] == [num_tokens == 1023]
