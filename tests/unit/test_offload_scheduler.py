@@ -41,7 +41,7 @@ def make_scheduler(
     **options: Any,
 ) -> Any:
     cache = KVCacheConfig(1000, 4, tuple(KVCacheGroup((f"layer{n}",), spec) for n, spec in enumerate(groups)))
-    rules = OffloadRules(Attestation.ALL, policy, costs, **options)
+    rules = OffloadRules(Attestation.ALL, policy, costs, **{"load_timeout": 30.0, **options})
     shards = frozenset((0, rank) for rank in range(num_ranks))
     return OffloadingScheduler(cache, shards, OffloadRegion(1, 64), manager, rules, ManualClock(), "epoch")
 

@@ -354,7 +354,7 @@ class OffloadBacking(Backing):
             shards=frozenset(ranks.shards),
             region=region,
             manager=manager,
-            rules=OffloadRules(attestation=Attestation.ALL, policy=self._policy, costs=None),
+            rules=OffloadRules(Attestation.ALL, self._policy, costs=None, load_timeout=setup.load_timeout),
             clock=context.clock,
             epoch=f"{site.name}.{site.life}",
         )

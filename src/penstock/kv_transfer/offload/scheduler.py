@@ -91,7 +91,7 @@ class OffloadRules:
     attestation: Attestation
     policy: OffloadPolicy
     costs: LoadCostModel | None
-    load_timeout: float = 30.0
+    load_timeout: float
 
 
 @dataclass(slots=True)

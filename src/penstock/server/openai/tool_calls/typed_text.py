@@ -23,7 +23,9 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     followed: set[str] = set()
     # Thousands of arguments may refer to the same long chain of references.
     for _ in range(_MAX_PARTS):
-        part = parts.pop() if parts else None
+        if not parts:
+            break
+        part = parts.pop()
         if not isinstance(part, Mapping):
             continue
         kind = part.get("type")
