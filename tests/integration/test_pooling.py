@@ -345,6 +345,28 @@ def test_a_vector_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     llm.shutdown()
 
 
+@pytest.mark.parametrize("pools", [True, False])
+def test_a_number_that_is_not_finite_spoils_no_prefix_of_other_prompts(pools: bool, tmp_path: Path) -> None:
+    """Attention computes the states before it together with it, and the first chunk of the prompt is whole blocks."""
+    path = (make_pooling_checkpoint if pools else make_checkpoint)(MODEL, tmp_path)
+    tensors, name = load_file(path / "model.safetensors"), f"{'' if pools else 'model.'}embed_tokens.weight"
+    tensors[name][7] = torch.nan
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
+    prompt = list(range(20, 150))
+    spoiled = [*prompt[:50], 7, *prompt[50:]]
+    if pools:
+        with pytest.raises(PenstockError, match="no vector can be made: the hidden states are not finite"):
+            llm.embed([spoiled], use_tqdm=False)
+        assert llm.embed([prompt], use_tqdm=False)
+    else:
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        failed, fine = (llm.generate(each, params, use_tqdm=False)[0] for each in (spoiled, prompt))
+        assert "not finite" in str(failed.error)
+        assert (fine.error, len(fine.outputs[0].token_ids)) == (None, 2)
+    llm.shutdown()
+
+
 # ---- With an event loop ----
 
 

@@ -6,10 +6,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
+import torch
 
 from penstock.core.step_result import apply_counts
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, SampledArrays, Verdict, make_output
+from penstock.runner.outputs import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    SampledArrays,
+    Verdict,
+    check_chunks,
+    make_output,
+)
 
 
 def test_tokens_up_to_the_first_one_that_cannot_be_drawn() -> None:
@@ -42,3 +51,32 @@ def test_a_request_without_tokens_has_accepted_no_drafts() -> None:
     result = ModelRunnerOutput(sampled_token_ids={"a": ()}, num_draft_tokens={"a": 2})
     verified = apply_counts(cast(Any, request), 3, 2, result)
     assert (verified.num_drafts, verified.num_accepted) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "failed"),
+    [
+        ((), ()),
+        ((3, 4), ("chunk",)),
+        ((0, 1, 2, 3, 4, 9, 10), ("chunk", "last chunk of another prompt but one")),
+        # The last layer's output alone, of one token: its KV is finite.
+        ((4,), ()),
+        # Rows that sample, and chunks of one token: the next ones show whether their KV is finite.
+        ((5, 6, 7, 8), ()),
+    ],
+)
+def test_chunks_whose_kv_is_not_finite_fail(spoiled: tuple[int, ...], failed: tuple[str, ...]) -> None:
+    names = ("chunk", "sampling", "one token", "last chunk of another prompt but one")
+    query_lens = np.array([5, 3, 1, 2])
+    host = SimpleNamespace(
+        request_ids=names,
+        query_lens=query_lens,
+        sampling=np.array([1]),
+        query_start_loc=np.array([0, *query_lens.cumsum()], np.int32),
+    )
+    hidden = torch.ones(11, 4)
+    hidden[list(spoiled), 2] = torch.inf
+    output = ModelRunnerOutput(failed_requests={"sampling": "another reason"})
+    for part in check_chunks(cast(Any, host), hidden, lambda tensor: tensor.clone().numpy):
+        output = part(output)
+    assert output.failed_requests == {"sampling": "another reason", **dict.fromkeys(failed, NOT_FINITE)}

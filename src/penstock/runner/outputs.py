@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
 from penstock.messages.experts import NO_EXPERTS, ExpertsOutput
@@ -61,6 +62,31 @@ class CopiedDrafts:
         )
 
 
+def check_chunks(
+    host: HostBatch, hidden: torch.Tensor, copy_to_host: Callable[[torch.Tensor], HostCopy], reason: str = NOT_FINITE
+) -> tuple[PendingPart, ...]:
+    """Fails requests with a number that is not finite in the KV of a prompt's chunk, from which nothing is sampled yet;
+    `reason` is their error.
+
+    The tokens after such a number have none that are finite; nor do those before it, if attention computes the two
+    together. The blocks of these must not be published: other prompts may begin with the same tokens. A last layer's
+    output, which is in no KV, fails nothing: the last two `hidden` states [num_tokens, hidden_size] must be alike.
+    """
+    is_chunk = host.query_lens > 1
+    is_chunk[host.sampling] = False
+    if not is_chunk.any():
+        return ()
+    # Slices, because indices would have to be copied to the device.
+    ends = host.query_start_loc[1:][is_chunk].tolist()
+    is_sound = copy_to_host(torch.stack([hidden[end - 2 : end] for end in ends]).isfinite().all(-1).any(-1))
+
+    def fail(output: ModelRunnerOutput) -> ModelRunnerOutput:
+        failed = dict.fromkeys((host.request_ids[i] for i in np.flatnonzero(is_chunk)[~is_sound()]), reason)
+        return replace(output, failed_requests={**output.failed_requests, **failed})
+
+    return (fail,)
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The sampled tokens, with the other parts of the step's result."""
@@ -75,9 +101,8 @@ class StepOutput:
         output = self.sampled.result()
         for part in self.parts:
             output = part(output)
-        return replace(
-            output, is_replayed=self.is_replayed, kv_connector_output=self.kv_connector_output, experts=self.experts
-        )
+        kv, experts = self.kv_connector_output, self.experts
+        return replace(output, is_replayed=self.is_replayed, kv_connector_output=kv, experts=experts)
 
 
 class Verdict(enum.IntEnum):

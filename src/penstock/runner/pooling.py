@@ -25,7 +25,7 @@ from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.models.pooling_head import PoolingHead
 from penstock.runner.buffers import HostCopy, to_device
 from penstock.runner.host_batch import HostBatch
-from penstock.runner.outputs import StepOutput, make_empty_output
+from penstock.runner.outputs import StepOutput, check_chunks, make_empty_output
 from penstock.runner.request_states import RequestStates
 from penstock.runner.step_end import ExecuteModelState
 
@@ -56,7 +56,8 @@ class PoolingEnd:
         self.states.num_computed_exact[tensors.idx_mapping, 0] = tensors.seq_lens.long()
         if not self.is_reported:
             return None
-        return StepOutput(self.pool(state))
+        parts = check_chunks(state.batch.host, state.output.hidden, self.copy_to_host, NOT_FINITE)
+        return StepOutput(self.pool(state), parts)
 
     def pool(self, state: ExecuteModelState) -> PooledOutput:
         """Copies the hidden states that the vectors need; [0, hidden_size] in a step that completes no prompt."""

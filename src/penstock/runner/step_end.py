@@ -21,7 +21,7 @@ from penstock.models.interface import ModelOutput
 from penstock.runner.awaited_results import AwaitedResults
 from penstock.runner.buffers import HostCopy
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.outputs import CopiedDrafts, PendingPart, StepOutput
+from penstock.runner.outputs import CopiedDrafts, PendingPart, StepOutput, check_chunks
 from penstock.runner.passes import Passes, StepSampler
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
@@ -96,6 +96,7 @@ class SamplingEnd:
     def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput | None:
         batch, output, num_drafts = state.batch, state.output, state.num_drafts_to_propose
         parts = self.prompt_scorer.of_step(batch, output.hidden)
+        parts += check_chunks(batch.host, output.hidden, self.copy_to_host)
         sampled = self.passes.sample(batch, output, grammars)
         self.passes.propose(batch, output, num_drafts if len(batch.host.sampling) else 0)
         self.results.send(batch)

@@ -26,15 +26,8 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int
     of_chosen = logprobs.gather(1, chosen[:, None])
     ranks = (logprobs > of_chosen).sum(-1) + 1
     best, best_ids = logprobs.topk(max(num_top)) if max(num_top) else (of_chosen[:, :0], chosen[:, None][:, :0])
-    rows = zip(
-        num_top,
-        chosen.tolist(),
-        of_chosen[:, 0].tolist(),
-        ranks.tolist(),
-        best_ids.tolist(),
-        best.tolist(),
-        strict=True,
-    )
+    columns = (chosen, of_chosen[:, 0], ranks, best_ids, best)
+    rows = zip(num_top, *(column.tolist() for column in columns), strict=True)
     return [
         TokenLogprobs((token, *ids[:count]), (logprob, *values[:count]), rank)
         for count, token, logprob, rank, ids, values in rows

@@ -35,16 +35,9 @@ def score(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLo
 
 def read_records(records: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Decodes `records` [n, RECORD] int32, as written by `score_tokens`, with `num_top` [n] likeliest tokens each."""
-    numbers = records.view(np.float32)
-    first, last = 3, 3 + MAX_LOGPROBS
-    rows = zip(
-        num_top,
-        numbers[:, 0].tolist(),
-        records[:, 1:3].tolist(),
-        records[:, first:last].tolist(),
-        numbers[:, last:].tolist(),
-        strict=True,
-    )
+    numbers, first, last = records.view(np.float32), 3, 3 + MAX_LOGPROBS
+    columns = (numbers[:, 0], records[:, 1:3], records[:, first:last], numbers[:, last:])
+    rows = zip(num_top, *(column.tolist() for column in columns), strict=True)
     return [
         TokenLogprobs((token, *ids[:count]), (logprob, *logprobs[:count]), rank)
         for count, logprob, (rank, token), ids, logprobs in rows
