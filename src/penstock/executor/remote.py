@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from penstock.config import env
 from penstock.executor.executor import Later, Pending
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -70,11 +72,11 @@ class RemoteWorker:
         return self._ask(plan)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
+        # New requests are messages of their own: hundreds with long prompts or lists of tokens exceed a frame.
+        self._unsent = b"".join(map(CODEC.encode, (*plan.new_requests, replace(plan, new_requests=()))))
+        # Without a grammar the next message follows at once: both are sent together, so that the process wakes up once.
         if plan.grammar_request_ids:
-            self._send(plan)
-        else:
-            # Sent with the next message, which follows at once, so that the process is woken once.
-            self._unsent = CODEC.encode(plan)
+            self._send()
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         return self._ask(SampleTokens(grammars))
@@ -110,11 +112,11 @@ class RemoteWorker:
         self._send(message)
         return Later(self._receive)
 
-    def _send(self, message: Any) -> None:
-        """Sends a message. While the buffer is full, reads the worker's messages: it may be blocked sending a
-        response.
+    def _send(self, *messages: Any) -> None:
+        """Sends what is unsent and then these. While the buffer is full, reads the worker's messages: it may be blocked
+        sending a response.
         """
-        data, self._unsent = memoryview(self._unsent + CODEC.encode(message)), b""
+        data, self._unsent = memoryview(b"".join((self._unsent, *map(CODEC.encode, messages)))), b""
         try:
             while data:
                 with contextlib.suppress(BlockingIOError):

@@ -19,7 +19,7 @@ import numpy as np
 from penstock.utils.errors import WireError
 
 _HEADER = struct.Struct("<IB")
-MAX_PAYLOAD_BYTES = 256 << 20
+MAX_PAYLOAD_BYTES = 2 << 30
 _ARRAY_KINDS = "biuf"
 _PLAIN: dict[type, Callable[[Any], Any]] = {Integral: int, Real: float, Mapping: dict, Sequence: list, Path: str}
 
@@ -85,8 +85,7 @@ class Codec:
 
     def copy(self, message: Any) -> Any:
         """Returns the message as a receiver would decode it."""
-        (copied,) = FrameReader(self).feed(self.encode(message))
-        return copied
+        return FrameReader(self).feed(self.encode(message))[0]
 
 
 def _plain(value: Any) -> Any:

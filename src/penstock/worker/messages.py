@@ -5,8 +5,9 @@
     core -> worker   InitializeWorker   what was planned from the facts of all ranks
     worker -> core   WorkerReady        the KV cache is allocated and the connector's worker side is built
 
-Then the steps follow: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. A Failed
-may replace any answer and is the last message of its worker.
+Then the steps follow: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. The new requests
+of a SchedulerOutput precede it, each as a message. A Failed may replace any answer and is the last message of its
+worker.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.messages.scheduler_output import GrammarOutput, NewRequestData, SchedulerOutput
 from penstock.messages.tensor_rows import TensorRows
 from penstock.utils.child_process import Failed
 from penstock.utils.wire import Codec
@@ -91,9 +92,7 @@ class InitializeWorker(msgspec.Struct, frozen=True, kw_only=True):
     limits: SchedulerConfig
     connector: ConnectorContext | None = None
     connector_setup: ConnectorSetup | None = None
-    expert_memories: dict[str, tuple[tuple[str, ...], ...]] = msgspec.field(
-        default_factory=dict[str, tuple[tuple[str, ...], ...]]
-    )
+    expert_memories: dict[str, tuple[tuple[str, ...], ...]] = {}
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
@@ -117,6 +116,7 @@ CODEC = Codec(
     WorkerFacts,
     InitializeWorker,
     WorkerReady,
+    NewRequestData,
     SchedulerOutput,
     SampleTokens,
     ModelRunnerOutput,

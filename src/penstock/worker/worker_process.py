@@ -8,12 +8,15 @@ responds; if a device computes while the next step is launched, another thread w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from penstock.messages.scheduler_output import SchedulerOutput
+from msgspec.structs import replace
+
+from penstock.messages.scheduler_output import NewRequestData, SchedulerOutput
 from penstock.runner.outputs import PendingOutput
 from penstock.utils import logging
 from penstock.utils.child_process import Parent
@@ -42,22 +45,23 @@ class WorkerProcess:
         gc.collect()
         gc.freeze()
         self._executor.send(worker.ready)
-        try:
+        # If the executor has disconnected. After any other error the process must report why before other ranks notice
+        # its end.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.serve(worker)
-        except (BrokenPipeError, ConnectionResetError):
-            # The executor has disconnected. After any other error the process must report why before other ranks notice
-            # its end.
-            worker.shutdown()
-            raise
         worker.shutdown()
 
     def serve(self, worker: Worker) -> None:
         """Executes steps until the executor disconnects."""
         with ThreadPoolExecutor(1, "penstock-answers") as answers:
+            new: list[NewRequestData] = []
             for message in self._messages:
                 match message:
                     case SchedulerOutput():
-                        worker.execute_model(message)
+                        worker.execute_model(replace(message, new_requests=tuple(new)))
+                        new.clear()
+                    case NewRequestData():
+                        new.append(message)
                     case SampleTokens(grammars):
                         pending = worker.sample_tokens(grammars)
                         if worker.ready.runs_ahead:
@@ -89,10 +93,7 @@ def live(executor: Parent) -> int:
 
 
 def _log(error: Exception) -> None:
-    if isinstance(error, RanksLostError):
-        logger.info("a worker stops: %s", error)
-    else:
-        logger.exception("a worker stops")
+    (logger.info if isinstance(error, RanksLostError) else logger.exception)("a worker stops: %s", error)
 
 
 if __name__ == "__main__":
