@@ -507,10 +507,12 @@ def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32,
     return _make(name, folder / name, transformers.AutoModelForCausalLM, dtype, {}, save)
 
 
-def make_wrapper_checkpoint(name: str, folder: Path) -> Path:
-    """Writes a multimodal checkpoint of `WRAPPERS` in float32, in the layout of transformers' own files."""
+def make_wrapper_checkpoint(name: str, folder: Path, **fields: Any) -> Path:
+    """Writes a multimodal checkpoint of `WRAPPERS` in float32, in the layout of transformers' own files. Both parts of
+    its configuration have `fields` too."""
     text, vision = WRAPPERS[name]
-    config = transformers.AutoConfig.for_model(name, text_config={**COMMON, **text}, vision_config=vision)
+    text = {**COMMON, **text, **fields}
+    config = transformers.AutoConfig.for_model(name, text_config=text, vision_config=vision, **fields)
     return save_random(config, folder / name, transformers.AutoModelForImageTextToText, torch.float32)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 
 from penstock import LLM, SamplingParams
@@ -19,6 +22,7 @@ from tests.integration.checkpoints import (
     make_checkpoint,
     make_mtp_checkpoint,
     make_wrapper_checkpoint,
+    save_random,
 )
 
 NUM_STEPS = 64
@@ -115,6 +119,38 @@ def test_text_part_of_a_multimodal_model(name: str, folder: Path) -> None:
         assert_greedy(model, prompt, output.outputs[0].token_ids)
     assert llm.info.wrapper == name
     llm.shutdown()
+
+
+def test_tokens_without_a_row_in_the_table_of_all_layers(folder: Path) -> None:
+    """They have the first one; transformers itself reads beyond the table."""
+    config = transformers.AutoConfig.for_model("gemma4_text", **{**COMMON, **CHECKPOINTS["gemma4-shared"][1]})
+    twin = save_random(config, folder / "twin", transformers.AutoModelForCausalLM, torch.float32)
+    stored, name = load_file(twin / "model.safetensors"), "model.embed_tokens_per_layer.weight"
+    stored[name][280:] = stored[name][0]
+    save_file(stored, twin / "model.safetensors", {"format": "pt"})
+    path = Path(shutil.copytree(twin, folder / "short-table"))
+    save_file({**stored, name: stored[name][:280].clone()}, path / "model.safetensors", {"format": "pt"})
+    config.vocab_size_per_layer_input = 280
+    config.save_pretrained(path)
+    found = list[list[int]]()
+    for each in (twin, path):
+        llm = LLM(str(each), skip_tokenizer_init=True, max_model_len=176)
+        output = llm.generate([279, 280, 300, 5], GREEDY, use_tqdm=False)[0]
+        llm.shutdown()
+        found.append(output.outputs[0].token_ids)
+        assert_greedy(reference(twin), [279, 280, 300, 5], found[-1])
+    assert found[0] == found[1]
+
+
+def test_a_bias_that_the_family_does_not_have(folder: Path) -> None:
+    """Qwen2 has biases on queries, keys and values alone, whatever `config.json` says."""
+    path = make_checkpoint("qwen2-tied", folder / "bias")
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_bias": True}))
+    llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=176)
+    output = llm.generate(prompts()[0], GREEDY, use_tqdm=False)[0]
+    llm.shutdown()
+    assert_greedy(reference(path), prompts()[0], output.outputs[0].token_ids)
 
 
 def test_short_factors_of_longrope(folder: Path) -> None:

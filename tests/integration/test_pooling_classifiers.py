@@ -14,9 +14,11 @@ import transformers
 
 from penstock import LLM, AsyncLLM, ConfigError, PoolingParams, RequestError
 from tests.integration.checkpoints import (
+    WRAPPERS,
     make_checkpoint,
     make_classifier_checkpoint,
     make_pooling_checkpoint,
+    make_wrapper_checkpoint,
     save_tokenizer,
 )
 from tests.integration.test_pooling import MAX_MODEL_LEN, MODEL, PLAIN, PROMPTS, ranks
@@ -107,14 +109,20 @@ def test_bfloat16_and_names_of_labels(folder: Path) -> None:
 @torch.inference_mode()
 def probability_of_yes(path: Path, prompt: list[int], no: int, yes: int) -> float:
     """Returns the probability of `yes` against `no` as the next token, which is Qwen3-Reranker's score."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    is_wrapper = "text_config" in json.loads((path / "config.json").read_text())
+    of = transformers.AutoModelForImageTextToText if is_wrapper else transformers.AutoModelForCausalLM
+    model = of.from_pretrained(path, dtype=torch.float32).eval()
     logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
     return float(logits[[no, yes]].softmax(-1)[1])
 
 
-@pytest.mark.parametrize("name", [MODEL, "qwen2-tied", "granite"])
+@pytest.mark.parametrize("name", [MODEL, "qwen2-tied", "granite", "qwen3_vl"])
 def test_yes_or_no(name: str, tmp_path: Path) -> None:
-    path = make_checkpoint(name, tmp_path)
+    if name in WRAPPERS:
+        # Small ones have no head of their own.
+        path = make_wrapper_checkpoint(name, tmp_path, tie_word_embeddings=True)
+    else:
+        path = make_checkpoint(name, tmp_path)
     tokenizer = save_tokenizer(path)
     no, yes = tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")
     template = TEMPLATE.replace("{yes}", "yes")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.config.families import NO_MULTIPLIERS, text_part
@@ -57,6 +58,26 @@ def test_fields_that_published_files_leave_out() -> None:
     assert (config.window_rope.theta, config.window_rope.rope_type) == (1e4, "default")
     assert config.multipliers.attention == 256**-0.5
     assert config.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["glm4_moe_lite", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"],
+)
+def test_fields_that_are_missing_have_the_values_of_transformers(name: str) -> None:
+    defaults: Any = CONFIG_MAPPING[name]()
+    fields = {**SHAPE, "num_hidden_layers": 82, "max_position_embeddings": 8192, "model_type": name}
+    if name == "glm4_moe_lite":
+        fields |= {**LATENT, "qk_rope_head_dim": 32, "n_routed_experts": 8, "moe_intermediate_size": 64}
+    fields |= {"num_experts_per_tok": 2, "num_local_experts": 8}
+    if hasattr(defaults, "max_window_layers"):
+        fields |= {"use_sliding_window": True, "sliding_window": 64}
+        windows = (0,) * defaults.max_window_layers + (64,) * (82 - defaults.max_window_layers)
+    else:
+        windows = (getattr(defaults, "sliding_window", None) or 0,) * 82
+    config = parse_model_config(Path("model"), fields, "auto")
+    assert config.rms_norm_eps == defaults.rms_norm_eps
+    assert config.layer_windows == windows
 
 
 def test_the_kinds_of_layers_of_a_gemma_4() -> None:

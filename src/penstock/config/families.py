@@ -54,7 +54,9 @@ _SPARSE_QWEN: dict[str, Any] = {
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE: dict[str, Any] = dict.fromkeys(_MULTIPLIERS, 1.0)
 _LFM2: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "tie_word_embeddings": True}
+_QWEN2_VL: dict[str, Any] = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    **{name: {"rms_norm_eps": 1e-5} for name in ("glm4_moe_lite", "mixtral", "olmo2", "phi3")},
     "cohere2": {
         "tie_word_embeddings": True,
         "layer_norm_eps": 1e-5,
@@ -93,6 +95,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "lfm2": {**_LFM2, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
     "lfm2_moe": {**_LFM2, "num_dense_layers": 2, "num_experts_per_tok": 4},
+    "mistral": {"sliding_window": 4096},
     "ministral3": {"rms_norm_eps": 1e-5, "head_dim": 128},
     "modernbert": {
         "vocab_size": 50368,
@@ -119,11 +122,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688,
     },
-    "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
-    "phi3": {"rms_norm_eps": 1e-5},
-    "qwen2_vl_text": {"rope_theta": 1e6},
-    "qwen2_5_vl_text": {"rope_theta": 1e6},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _QWEN2_VL),
     "qwen3_vl_text": {"rope_theta": 5e5},
     "qwen3_5_text": {"rope_theta": 1e7, "head_dim": 256, "partial_rotary_factor": 0.25},
     "qwen3_5_moe_text": _SPARSE_QWEN,
@@ -307,7 +307,7 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
     if model_type == "smollm3":
         unrotated = smollm3_unrotated(raw, num_layers)
         return tuple(SLIDING if layer in unrotated else FULL for layer in range(num_layers))
-    first = int(raw.get("max_window_layers", 0)) if model_type in _WITH_FULL_LAYERS_FIRST else 0
+    first = read_count(raw, "max_window_layers", 28, least=0) if model_type in _WITH_FULL_LAYERS_FIRST else 0
     return tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
 
 

@@ -192,7 +192,7 @@ class Decoder:
         self.aux_layers = aux_layers
         if config.activation not in ((SILU, SQUARED_RELU) if config.experts is None else (SILU,)):
             weights.check_on_cpu(f"the activation {config.activation}")
-        weights, inner = _find_decoder(weights, has_logits, f"{architecture.end_norm}.weight")
+        weights, inner = find_decoder(weights, has_logits, f"{architecture.end_norm}.weight")
         self.rotary = RotaryTables(config.max_position_embeddings, weights.device)
         ropes = [config.layer_rope(layer) for layer in self.stage.layers]
         tables = [
@@ -223,7 +223,7 @@ class Decoder:
         self._embedding: Embedding | None = None
         # Rounded to the dtype, as Gemma's is; those of other models are numbers of the dtype.
         self._embedding_scale = float(torch.tensor(config.multipliers.embedding, dtype=weights.dtype))
-        is_tied = has_logits and self.stage.is_last and _has_tied_head(config, weights)
+        is_tied = has_logits and self.stage.is_last and has_tied_head(config, weights)
         if self.stage.is_first or feeds_head or is_tied:
             self._embedding = inner.embedding(architecture.embedding_name, config.vocab_size, config.hidden_size)
         self._per_layer: PerLayer | None = None
@@ -239,7 +239,7 @@ class Decoder:
         vocab = self.config.vocab_size
         # Adapters change no head.
         weights = replace(weights, load_quantization=weights.load_quantization.for_head(), lora=None)
-        if not _has_tied_head(self.config, weights):
+        if not has_tied_head(self.config, weights):
             return weights.whole_linear("lm_head", vocab, self.config.hidden_size, is_wide=True)
         return weights.gathered(weights.linear_of("lm_head", weights.tied(self.embedding.weight), is_wide=True), vocab)
 
@@ -318,7 +318,7 @@ class DecoderEnd:
     head: GatheredLinear | None
 
 
-def _find_decoder(weights: Weights, has_logits: bool, known: str) -> tuple[Weights, Weights]:
+def find_decoder(weights: Weights, has_logits: bool, known: str) -> tuple[Weights, Weights]:
     """Returns the views of the output head and of all other tensors, of which `known` is one.
 
     In a multimodal checkpoint they are below `language_model`, which transformers writes into `model` since version 5.
@@ -335,7 +335,7 @@ def _find_decoder(weights: Weights, has_logits: bool, known: str) -> tuple[Weigh
     return weights, inner if has_logits else weights
 
 
-def _has_tied_head(config: ModelConfig, weights: Weights) -> bool:
+def has_tied_head(config: ModelConfig, weights: Weights) -> bool:
     """Whether the output head is the embedding. The two parts of a multimodal configuration may disagree about it, or
     one of them state a default of its class: then the checkpoint has a head of its own or not.
     """

@@ -30,26 +30,26 @@ def gemma4_mlp(config: ModelConfig, weights: Weights, layer: int) -> FeedForward
 
 class PerLayerInputs:
     """The layers' own inputs: the mean of what a table has of the token, and of a projection of its vector, times the
-    square root of two.
+    square root of two. The table may have fewer tokens than the vocabulary: others have its first row, as in Gemma 3n.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         inputs = config.per_layer_inputs
         assert inputs is not None
-        self._size, width = inputs.size, config.num_hidden_layers * inputs.size
+        self._size, width, self._vocab_size = inputs.size, config.num_hidden_layers * inputs.size, inputs.vocab_size
         self._table = weights.embedding("embed_tokens_per_layer", inputs.vocab_size, width)
         # Rounded to the dtype, as that of the tokens' vectors is.
         self._table_scale = float(torch.tensor(inputs.size**0.5, dtype=weights.dtype))
         self._projection = weights.whole_linear("per_layer_model_projection", width, config.hidden_size)
         self._projection_scale = config.hidden_size**-0.5
         self._norm = rms_norm_rounded_once(weights, "per_layer_projection_norm", inputs.size, config.rms_norm_eps)
-        self._vocab_size = inputs.vocab_size
 
     def __call__(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """[T] and [T, H] -> [T, L * P]."""
         projected = self._projection(embedded) * self._projection_scale
         projected = self._norm(projected.view(-1, self._size)).view(projected.shape)
-        return (projected + self._table(input_ids) * self._table_scale) * 2**-0.5
+        stored = self._table(input_ids.where(input_ids < self._vocab_size, 0))
+        return (projected + stored * self._table_scale) * 2**-0.5
 
 
 class Gemma4LayerEnd:

@@ -15,6 +15,7 @@ import torch
 
 from penstock.config.model import ModelConfig
 from penstock.config.pooling import HeadConfig
+from penstock.models.decoder import Architecture, find_decoder, has_tied_head
 from penstock.models.encoder import EncoderArchitecture
 from penstock.models.weights import Weights, WeightsDigest, direct
 
@@ -44,25 +45,24 @@ class PoolingHead:
 
 
 def read_pooling_head(
-    head: HeadConfig, model: ModelConfig, weights: Weights, encoder: EncoderArchitecture | None
+    head: HeadConfig, model: ModelConfig, weights: Weights, architecture: Architecture | EncoderArchitecture
 ) -> PoolingHead:
-    """Reads a decoder's `score` layer, or two tokens' rows of its output head, or the two layers of `encoder`.
+    """Reads a decoder's `score` layer, or two tokens' rows of its output head, or the two layers of an encoder.
 
     Raises ConfigError if the checkpoint does not have them.
     """
     weights = replace(weights, dtype=torch.float32, device=torch.device("cpu"), delivery=direct, digest=WeightsDigest())
     num_labels, hidden = len(head.labels), model.hidden_size
-    if encoder is not None:
-        return PoolingHead(
-            _affine(weights, encoder.head_out, num_labels, hidden), _affine(weights, encoder.head_dense, hidden, hidden)
-        )
+    if isinstance(architecture, EncoderArchitecture):
+        out = _affine(weights, architecture.head_out, num_labels, hidden)
+        return PoolingHead(out, _affine(weights, architecture.head_dense, hidden, hidden))
     if head.token_ids is None:
         return PoolingHead(Affine(_wide(weights.tensor("score.weight", num_labels, hidden))))
-    name = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
-    rejecting, accepting = (
-        weights.tensors({name: model.vocab_size}, hidden, own={name: range(token, token + 1)})
-        for token in head.token_ids
-    )
+    outer, inner = find_decoder(weights, True, f"{architecture.end_norm}.weight")
+    is_tied, embedding = has_tied_head(model, outer), f"{architecture.embedding_name}.weight"
+    weights, name = (inner, embedding) if is_tied else (outer, "lm_head.weight")
+    rows = [range(token, token + 1) for token in head.token_ids]
+    rejecting, accepting = (weights.tensors({name: model.vocab_size}, hidden, own={name: each}) for each in rows)
     # A cap is refused with the configuration: it is not linear.
     return PoolingHead(Affine((_wide(accepting) - _wide(rejecting)) * model.multipliers.logits))
 

@@ -48,7 +48,7 @@ _LFM2 = partial(
 )
 _LFM2_MLP = partial(dense_mlp, part="feed_forward", gate_up=("w1", "w3"), down="w2")
 _FUSED_MLP = partial(dense_mlp, stored_as="gate_up_proj")
-_QWEN2 = _attention(qkv_bias=True)
+_QWEN2 = _attention(qkv_bias=True, out_bias=False)
 _QWEN3 = _attention(head_norms=rms_norm)
 _GATED = _attention(head_norms=rms_norm_from_one, has_gate=True)
 _GEMMA4 = Architecture(
@@ -215,10 +215,10 @@ def _check_sources(config: ModelConfig, stage: Stage | None) -> None:
 def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
     """Builds the encoder. Raises ConfigError as `build_model` does."""
     check_supported(config)
-    architecture = encoder_architecture(config)
+    architecture = ENCODERS[config.model_type]
     return (Encoder if architecture.layers is None else GatedEncoder)(architecture, config, weights)
 
 
-def encoder_architecture(config: ModelConfig) -> EncoderArchitecture:
-    """Returns how an encoder's checkpoints name their tensors."""
-    return ENCODERS[config.model_type]
+def architecture_of(config: ModelConfig) -> Architecture | EncoderArchitecture:
+    """Returns how the family's checkpoints name their tensors."""
+    return (MODELS if config.encoder is None else ENCODERS)[config.model_type]
