@@ -17,7 +17,8 @@ from penstock.engine import build
 from penstock.engine.cache_plan import num_blocks_in_budget
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.memory_budget import MemoryBudget
-from penstock.runner.memory import is_out_of_memory, measure
+from penstock.models.sources.opening import loaded_bytes
+from penstock.runner.memory import HostMemory, is_out_of_memory, measure
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
 from penstock.worker import load, memory_profile, worker
@@ -168,11 +169,39 @@ def test_every_error_for_insufficient_memory_names_its_flag(
     [
         ({"kv_cache_memory": 1 << 62}, r"KV blocks need more memory than cpu has: lower kv_cache_memory to \d+"),
         ({"num_gpu_blocks_override": 1 << 46}, r"lower num_gpu_blocks_override to \d+ "),
+        ({"num_gpu_blocks_override": 1 << 62}, r"lower num_gpu_blocks_override to \d+ "),
     ],
 )
 def test_a_cache_larger_than_the_memory_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(device="cpu", max_model_len=64, **given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "part"),
+    [
+        ({}, 1, "^the"),
+        ({"tensor_parallel_size": 2}, 1, "^the"),
+        ({"pipeline_parallel_size": 2}, 2, "a stage's part of"),
+    ],
+    ids=["one rank", "tensor parallel", "pipeline parallel"],
+)
+def test_weights_of_all_ranks_of_a_host_must_fit_into_its_memory(
+    sizes: dict[str, Any], parts: int, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank by itself would fit, and the system would end some process when the last one has loaded its part."""
+    size = loaded_bytes(resolve(EngineArgs()).model, torch.bfloat16, True)
+    monkeypatch.setattr(HostMemory, "available", lambda self: size // parts - 1)
+    with pytest.raises(ConfigError, match=f"{part} .*weights of .* and cpu has .* free"):
+        LLM(device="cpu", max_model_len=64, distributed_executor_backend="uniproc", **sizes)
+
+
+def test_a_rank_on_a_host_of_its_own_needs_memory_for_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = loaded_bytes(resolve(EngineArgs()).model, torch.bfloat16, True)
+    monkeypatch.setattr(HostMemory, "available", lambda self: size // 2 - 1)
+    config = resolve(EngineArgs(tensor_parallel_size=2, distributed_executor_backend="ray")).on_device("cpu")
+    with pytest.raises(ConfigError, match=r"a rank's part of the weights of .* and cpu has"):
+        load.load_model(config, PARTS)
 
 
 def test_a_largest_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

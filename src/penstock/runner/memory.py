@@ -81,7 +81,7 @@ def memory_for(what: str, device: torch.device, advice: Callable[[], str]) -> It
     """Converts running out of memory inside to a ConfigError: `what` does not fit, follow `advice`."""
     try:
         yield
-    except (RuntimeError, MemoryError, OSError) as error:
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         if not is_out_of_memory(error):
             raise
         detail = (str(error).splitlines() or [type(error).__name__])[0]
@@ -89,8 +89,8 @@ def memory_for(what: str, device: torch.device, advice: Callable[[], str]) -> It
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether torch, a driver or the system was out of memory; only torch has an error type for it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    """Returns whether torch, a driver or the system was out of memory, or the size is beyond any."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, OverflowError)):
         return True
     text = str(error).lower()
     return any(sign in text for sign in _OUT_OF_MEMORY)

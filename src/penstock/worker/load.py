@@ -18,7 +18,7 @@ from penstock.models.lora import LoraModel
 from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
-from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
+from penstock.models.registry import architecture_of, build_encoder, build_model, check_supported
 from penstock.models.sources.opening import loaded_bytes, open_weights
 from penstock.models.weights import LoadedSize, Weights, WeightsDigest, compare, keeps_quantized, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
@@ -45,13 +45,17 @@ def load_model(
     if is_read:
         dtype = TORCH_DTYPES[config.model.dtype]
         num_bytes = loaded_bytes(config.model, dtype, keeps_quantized(dtype, device), config.load_quantization.layers)
-        # Engines that share experts have the other layers several times, which are small in comparison.
-        num_ranks = config.parallel.num_ranks * config.parallel.num_joint_engines
-        needed, available = num_bytes // num_ranks, memory.available()
+        # Ranks on a CPU have one memory, but Ray may place them on several hosts. Engines that share experts have
+        # the other layers several times, which are small in comparison.
+        part = "stage" if parts.shares_main_memory and config.parallel.backend != "ray" else "rank"
+        count = config.parallel.pp if part == "stage" else config.parallel.num_ranks * config.parallel.num_joint_engines
+        needed, available = num_bytes // count, memory.available()
+        # No rank of the stage takes memory before all have looked at it.
+        links.experts.barrier()
         if needed > available:
-            of_rank = "a rank's part of the" if num_ranks > 1 else "the"
+            of_part = f"a {part}'s part of the" if count > 1 else "the"
             raise ConfigError(
-                f"{of_rank} weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
+                f"{of_part} weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
                 f"{available / 2**30:.1f} GiB free: free {(needed - available) / 2**30:.1f} GiB there, or choose a "
                 "smaller model or another dtype"
             )
@@ -103,9 +107,8 @@ def _read_head(
     """Reads the classifier, on the ranks of the last stage. No KV depends on it, so its weights are not identified."""
     if config.pooling is None or config.pooling.head is None or shard[0] != config.parallel.pp - 1:
         return None
-    encoder = None if config.model.encoder is None else encoder_architecture(config.model)
     with weights_of(config.model) as weights:
-        return read_pooling_head(config.pooling.head, config.model, weights, encoder)
+        return read_pooling_head(config.pooling.head, config.model, weights, architecture_of(config.model))
 
 
 def _build(
