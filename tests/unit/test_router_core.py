@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from random import Random
 from typing import Self, cast
 
@@ -259,6 +260,11 @@ def test_an_instance_that_reports_good_health_and_computes_nothing_has_stalled()
 )
 def test_the_signal_of_an_instances_replies(health: Reply, ready: Reply, signal: Signal) -> None:
     assert signal_of(health, ready)[0] is signal
+
+
+def test_the_reason_of_an_instance_is_one_line() -> None:
+    health = Reply(500, json.dumps({"reason": "out of\nmemory\x1b[2J", "status": 7}).encode())
+    assert signal_of(health, Reply(200, b"")) == (Signal.STALLED, "out of memory [2J")
 
 
 def test_counters_of_tokens_are_added_up() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
+
 from penstock.router.dispatcher import Dispatcher, Limits, Plan, Refusal, Routed
 from penstock.router.instances import Instance, Role, Signal
 from penstock.router.pool import Pool
@@ -124,18 +126,33 @@ def test_a_full_queue_is_shared() -> None:
     router.check_integrity()
 
 
-def test_a_model_without_room_delays_no_other() -> None:
+@pytest.mark.parametrize("other", ["x", "y"])
+def test_a_model_without_room_delays_no_other(other: str) -> None:
     router = make(num_places=1, models=(("a",), ("b",)))
     running = request("x", "a")
     assert isinstance(router.submit(running, 0), Plan)
     blocked = request("x", "a")
     assert router.submit(blocked, 0) is None
-    first = request("y", "b")
+    first = request(other, "b")
     assert isinstance(router.submit(first, 0), Plan)
-    second = request("y", "b")
+    second = request(other, "b")
     assert router.submit(second, 0) is None
     assert served(router, [first]) == [second]
     assert served(router, [running]) == [blocked]
+
+
+def test_a_request_that_waits_for_another_instance_delays_no_other() -> None:
+    """The one on which it has failed still takes requests, whoever sends them."""
+    router = make(num_places=1, models=((), ()))
+    router.pool.observe("http://s1", Signal.STARTING, 0)
+    retried, later, waiting = request("x"), request("x"), request("x")
+    assert isinstance(router.submit(retried, 0), Plan)
+    assert router.failed(retried, "http://s0", "it is full", 0) is None
+    assert isinstance(router.submit(later, 0), Plan)
+    assert router.submit(waiting, 0) is None
+    assert served(router, [later]) == [waiting]
+    router.pool.observe("http://s1", Signal.READY, 0)
+    assert served(router, []) == [retried]
 
 
 def test_one_request_a_second_is_not_delayed_by_a_thousand() -> None:

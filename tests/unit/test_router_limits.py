@@ -13,9 +13,14 @@ import pytest
 
 from penstock.metrics.router import InstanceView, RouterMetrics
 from penstock.router import http_client
+from penstock.router.bodies import ClientRequest
+from penstock.router.dispatcher import Dispatcher, Limits
 from penstock.router.exchange import Exchanges
 from penstock.router.http_client import Call, fetch
+from penstock.router.instances import Instance, Role, Signal
 from penstock.router.kv_subscriptions import _received
+from penstock.router.pool import Pool
+from penstock.router.prompts import TokenizedPrompts
 from penstock.utils.errors import PeerError
 
 
@@ -118,3 +123,23 @@ def test_an_instance_owes_nothing_while_the_client_reads() -> None:
     )
     asyncio.run(exchanges._pass_on(cast(Any, attempt), cast(Any, answer), cast(Any, client)))
     assert seen == [False, True, False, True]
+
+
+def test_only_the_beginning_of_a_long_prompt_is_looked_up() -> None:
+    """No other request proceeds meanwhile, and a body may list millions of tokens."""
+    pool, looked_up = Pool(dead_after=10), list[int]()
+    for url in ("http://a", "http://b"):
+        pool.add(Instance(url, Role.SERVE))
+        pool.observe(url, Signal.READY, 0)
+
+    def cached(prompt: Any) -> dict[str, int]:
+        looked_up.append(prompt.num_tokens)
+        return {"http://a": prompt.num_tokens}
+
+    views = cast(Any, SimpleNamespace(num_blocks={"http://a": 1}, cached=cached))
+    prompts = TokenizedPrompts(Dispatcher(pool, Limits()), cast(Any, None), views)
+    for num_tokens in (1 << 17, 1 << 20):
+        body = {"prompt": [1] * num_tokens}
+        found = asyncio.run(prompts.look_up(ClientRequest("POST", "/v1/completions", "/v1/completions", (), b"", body)))
+        assert (found.num_tokens, found.cached) == (num_tokens, {"http://a": 1 << 17})
+    assert looked_up == [1 << 17] * 2

@@ -433,3 +433,108 @@ def test_a_client_that_leaves_while_its_stream_moves_ends_it() -> None:
             assert await client.metric(error) == 1
 
     run(check)
+
+
+async def write_the_rest(request: web.Request, response: web.StreamResponse) -> None:
+    """Ends an answer that had a fault after two tokens."""
+    given = (await request.json()).get("output_token_ids", [])
+    for token_id in TOKENS[len(given) + 2 :]:
+        await response.write(report_line(ReportKind.TOKENS, [token_id]) + chunk(token_id))
+    await response.write(b"data: [DONE]\n\n")
+
+
+def test_no_more_streams_leave_an_instance_than_others_have_room_for() -> None:
+    """One that left would wait for a place, and be cut when none is free in time."""
+
+    async def check() -> None:
+        may_end = asyncio.Event()
+
+        async def wait(request: web.Request, response: web.StreamResponse) -> None:
+            await may_end.wait()
+            await write_the_rest(request, response)
+
+        stubs = [serve(instance()), serve(instance())]
+        async with routed(*stubs, limits=Limits(max_outstanding=2, queue_timeout=0.2)) as client:
+            await learned(client, stubs)
+            for stub in stubs:
+                stub.num_requests = 0
+                stub.handler = instance(2, wait)
+            asking = [asyncio.create_task(ask(client)) for _ in range(3)]
+            await until(lambda: sum(stub.num_requests for stub in stubs) == 3)
+            busy, other = sorted(stubs, key=lambda stub: -stub.num_requests)
+            await asyncio.sleep(0.1)
+            await client.admin("/drain", url=busy.url)
+            await until(lambda: other.num_requests == 2)
+            await asyncio.sleep(0.5)
+            may_end.set()
+            assert await asyncio.gather(*asking) == [WHOLE] * 3
+            assert busy.num_cancelled == 1
+
+    run(check)
+
+
+def test_a_stream_stays_if_the_other_instance_has_restarted_with_another_model() -> None:
+    async def check() -> None:
+        may_end = asyncio.Event()
+
+        async def wait(request: web.Request, response: web.StreamResponse) -> None:
+            await may_end.wait()
+            await write_the_rest(request, response)
+
+        first, second = serve(instance()), serve(instance())
+
+        async def becomes(state: str) -> None:
+            async def is_it() -> bool:
+                return await client.state_of(second) == state
+
+            await until(is_it)
+
+        async with routed(first, second) as client:
+            await learned(client, [first, second])
+            second.health = "restarting"
+            await becomes("starting")
+            first.num_requests, first.handler = 0, instance(2, wait)
+            asking = asyncio.create_task(ask(client))
+            await until(lambda: first.num_requests == 1)
+            second.handler, second.health = instance(name=header_value(StreamName("other", "cmpl-1", 7))), "ok"
+            await becomes("ready")
+            await client.admin("/drain", url=first.url)
+            await asyncio.sleep(0.2)
+            may_end.set()
+            assert await asking == WHOLE
+
+    run(check)
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/drain", {}), ("/remove", {"now": True})], ids=["drained", "removed"])
+def test_a_complete_answer_that_the_client_has_yet_to_read_stays_complete(path: str, fields: dict[str, Any]) -> None:
+    """Whatever happens to its instance: more would be taken for the next answer on the connection."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={STREAM_HEADER: NAME})
+        await response.prepare(request)
+        await response.write(report_line(ReportKind.TOKENS, TOKENS[:1]) + chunk(TOKENS[0]))
+        await response.write(report_line(ReportKind.LAST, TOKENS[1:2]) + b"data: " + b"x" * (8 << 20) + b"\n\n")
+        return response
+
+    async def check() -> None:
+        stubs = [serve(instance()), serve(instance())]
+        async with routed(*stubs) as client:
+            await learned(client, stubs)
+            for stub in stubs:
+                stub.num_requests, stub.handler = 0, answer
+            data = json.dumps(BODY).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+            reader, writer = await client.connect()
+            writer.write(head.encode() + data)
+            live = client.router.dispatcher._live
+            await until(lambda: any(each.target is not None and each.target.is_sent for each in live))
+            busy, other = sorted(stubs, key=lambda stub: -stub.num_requests)
+            await client.admin(path, url=busy.url, **fields)
+            await asyncio.sleep(0.2)
+            received = await reader.read()
+            writer.close()
+            assert received.endswith(b"x\n\n\r\n0\r\n\r\n")
+            assert other.num_requests == 0
+
+    run(check)

@@ -188,6 +188,8 @@ def test_a_restarted_instance_has_nothing_cached() -> None:
     [
         b"", b"\xc1", msgspec.msgpack.encode([0.0]), msgspec.msgpack.encode([0.0, [{"type": "Unknown"}], 0]),
         msgspec.msgpack.encode([0.0, [{"type": "BlockStored", "block_hashes": "x"}], 0]),
+        msgspec.msgpack.encode([0.0, [{"type": "BlockStored", "medium": "GPU"}], 0]).replace(b"GPU", b"\xff\xff\xff"),
+        b"\x93\xcb" + bytes(8) + b"\x91" * 99_999,
     ],
 )  # fmt: skip
 def test_events_that_cannot_be_read_empty_the_view(payload: bytes) -> None:

@@ -230,7 +230,7 @@ def only_prompt(body: Mapping[str, Any]) -> str | list[int] | None:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    is_prompt = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(each) is int for each in prompt))
+    is_prompt = isinstance(prompt, str) or (isinstance(prompt, list) and {int}.issuperset(map(type, prompt)))
     return prompt if is_prompt else None
 
 

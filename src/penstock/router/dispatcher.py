@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 
@@ -54,18 +54,10 @@ class Limits:
 
     def check(self) -> None:
         """Raises ConfigError."""
-        for name in (
-            "max_outstanding",
-            "max_queued",
-            "queue_timeout",
-            "max_retries",
-            "max_self_prefills",
-            "max_local_prefill",
-            "max_migrations",
-        ):
+        for name, value in asdict(self).items():
             low = int(name == "max_outstanding")
-            if not getattr(self, name) >= low:
-                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            if not value >= low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
 
 
 class Phase(enum.StrEnum):
@@ -113,6 +105,7 @@ class Routed:
     `token_ids`: the prompt, if it is known, and `cached` the number of its tokens that instances have, by URL.
     `num_loading`: how many tokens the target loads from another instance, which it could do from `loads_since` on.
     `num_lost`: how many times an instance may have died of it.
+    `excluded`: the instances to which it could not go when it began to wait.
     """
 
     is_divisible: Callable[[], bool]
@@ -125,6 +118,7 @@ class Routed:
     phase: Phase = Phase.NEW
     waits_since: float = 0.0
     failed: set[str] = field(default_factory=set[str])
+    excluded: frozenset[str] = frozenset()
     num_failures: int = 0
     num_prefill_failures: int = 0
     num_lost: int = 0
@@ -134,6 +128,10 @@ class Routed:
     computes_itself: bool = False
     num_loading: int = 0
     loads_since: float | None = None
+
+    @property
+    def lane(self) -> tuple[str, frozenset[str]]:
+        return self.client, self.excluded
 
     def num_missing(self, url: str) -> int:
         """Returns how many tokens of the prompt the instance does not have."""
@@ -189,12 +187,10 @@ class Dispatcher:
 
     def submit(self, request: Routed, now: float) -> Decision:
         self._live.add(request)
-        # Where one with the same model waits, there is no room.
-        is_overtaking = any(each.model == request.model for each in self._queue.heads())
+        # Where one with the same model waits, there is no room, unless it has failed where this one may go.
+        is_overtaking = any(each.model == request.model and not each.failed for each in self._queue.heads())
         decision = None if is_overtaking else self._place(request, now)
-        if decision is None:
-            return self._wait(request, now)
-        return decision
+        return self._wait(request, now) if decision is None else decision
 
     def failed(self, request: Routed, url: str, message: str, now: float, *, num_lost: int = 0) -> Decision:
         """Called when the instance `url` of the request's plan has failed, before the first byte of the answer.
@@ -218,10 +214,8 @@ class Dispatcher:
             if request.num_failures > self._limits.max_retries:
                 return Refusal(f"{request.num_failures} instances have failed on this request; {url}: {message}")
         decision = self._place(request, now, failure=f"{url}: {message}")
-        if decision is None:
-            # The request has waited before, so it precedes those that came later.
-            return self._wait(request, now, is_first=True)
-        return decision
+        # The request has waited before, so it precedes those that came later.
+        return self._wait(request, now, is_first=True) if decision is None else decision
 
     def interrupted(self, request: Routed, excluded: Collection[str], message: str, now: float) -> Decision:
         """Called when an answer has ended too early and can be continued by an instance that is not `excluded`.
@@ -238,14 +232,16 @@ class Dispatcher:
         decision = self._place(request, now, failure=message)
         return self._wait(request, now, is_first=True) if decision is None else decision
 
-    def may_continue_at(self, request: Routed, urls: Collection[str]) -> bool:
-        """Returns whether one of these instances could continue an answer now, so that it may be interrupted."""
+    def may_continue_at(self, request: Routed, urls: Collection[str], num_before: int) -> bool:
+        """Returns whether one of these instances could continue an answer now, after `num_before` others, so that it
+        may be interrupted.
+        """
         if self._queue or request.num_migrations >= self._limits.max_migrations:
             return False
         able = self._with_room(self.pool.of(Role.SERVE))
         if self.pool.of(Role.PREFILL) or self._limits.max_self_prefills:
             able += self._with_room(self.pool.of(Role.DECODE))
-        return any(each.url in urls for each in able)
+        return sum(self._room(each) for each in able if each.url in urls) > num_before
 
     def prefill_ends(self, request: Routed, now: float, *, is_done: bool) -> None:
         """Called when the plan's prefill instance is finished with the request; `is_done`: the prompt is computed."""
@@ -298,11 +294,10 @@ class Dispatcher:
             self._queue.take(placed[0])
             decided.append(placed)
         if now >= self._next_timeout:
+            late = Refusal(f"no instance was free within {self._limits.queue_timeout:g} seconds")
             for request in [each for each in self._queue if now >= self._timeout_at(each)]:
                 self._queue.remove(request)
-                decided.append(
-                    (request, Refusal(f"no instance was free within {self._limits.queue_timeout:g} seconds"))
-                )
+                decided.append((request, late))
             self._next_timeout = min(map(self._timeout_at, self._queue), default=math.inf)
         return decided
 
@@ -330,8 +325,9 @@ class Dispatcher:
     # ---- Decisions ----
 
     def _wait(self, request: Routed, now: float, *, is_first: bool = False) -> Refusal | None:
+        request.excluded = self.pool.without(request.model) | request.failed
         if len(self._queue) >= self._limits.max_queued:
-            displaced = self._queue.pop_for(request.client) if self._queue else None
+            displaced = self._queue.pop_for(request.lane) if self._queue else None
             if displaced is None:
                 return Refusal(f"{len(self._queue)} requests are waiting already")
             self._displaced.append(displaced)
@@ -400,8 +396,10 @@ class Dispatcher:
         return self._use(request, now, target, Computing.SIBLING, source)
 
     def _with_room(self, members: Sequence[Member]) -> list[Member]:
-        limit = self._limits.max_outstanding
-        return [each for each in members if each.num_outstanding < (1 if each.is_suspect else limit)]
+        return [each for each in members if self._room(each) > 0]
+
+    def _room(self, member: Member) -> int:
+        return (1 if member.is_suspect else self._limits.max_outstanding) - member.num_outstanding
 
     def _best(self, request: Routed, members: Sequence[Member]) -> Member:
         if self._policy is Policy.ROUND_ROBIN:

@@ -129,7 +129,7 @@ class Exchanges:
     async def answer(self, incoming: bodies.ClientRequest, client: Response) -> None:
         """Answers a request, exactly once. Raises the errors of the client's side."""
         model = incoming.model() if self._dispatcher.pool.has_groups else ""
-        request = Routed(incoming.is_divisible, model, incoming.client, is_timed=incoming.is_timed)
+        request = Routed(functools.cache(incoming.is_divisible), model, incoming.client, is_timed=incoming.is_timed)
         is_over, since, tail = False, self._clock.now(), _Tail()
         is_migrated = self._timeouts.migrate is not None and incoming.may_be_reported()
         stream = ReportedStream(incoming.num_completions, incoming.finished_choices) if is_migrated else None
@@ -210,7 +210,7 @@ class Exchanges:
         """Ends the streams of instances that drain or have stopped sending, if another one can continue them."""
         if self._timeouts.migrate is None:
             return
-        late = self._clock.now() - self._timeouts.migrate
+        late, num_leaving = self._clock.now() - self._timeouts.migrate, 0
         for member in self._dispatcher.pool:
             if member.state not in (State.DRAINING, State.UNHEALTHY):
                 continue
@@ -219,17 +219,19 @@ class Exchanges:
                 if attempt is None or attempt.request.phase is not Phase.ANSWERING:
                     continue
                 stream = attempt.stream
-                if stream is None or stream.name is None or stream.interruption is not None:
+                if stream is None or stream.name is None:
                     continue
-                is_due = is_draining or stream.last_part_at <= late
-                if is_due and self._can_continue(attempt.request, stream.fingerprint, member.url):
+                is_due = stream.interruption is None and (is_draining or stream.last_part_at <= late)
+                if is_due and self._can_continue(attempt.request, stream.fingerprint, member.url, num_leaving):
                     stream.interruption = Reason.DRAINED if is_draining else Reason.STOPPED
                     scope.reschedule(0)
+                # It has no place elsewhere before its call has ended.
+                num_leaving += stream.interruption is not None
 
-    def _can_continue(self, request: Routed, fingerprint: str, url: str) -> bool:
-        """Returns whether another instance is known to give the same tokens and has room."""
+    def _can_continue(self, request: Routed, fingerprint: str, url: str, num_leaving: int) -> bool:
+        """Returns whether another instance is known to give the same tokens, and has room beside others that leave."""
         same = {each.url for each in self._dispatcher.pool if each.fingerprint == fingerprint and each.url != url}
-        return self._dispatcher.may_continue_at(request, same)
+        return self._dispatcher.may_continue_at(request, same, num_leaving)
 
     async def list_models(self, incoming: bodies.ClientRequest, client: Response, groups: Sequence[Member]) -> None:
         """Answers with the models of all groups, or with the first error of an instance."""
@@ -366,27 +368,30 @@ class Exchanges:
         headers = incoming.headers
         if stream is not None:
             headers = (*headers, (STREAM_HEADER, stream.header if client.has_begun else ASK))
-        call = Call(incoming.method, target.url + incoming.target, headers, data)
+        call, status = Call(incoming.method, target.url + incoming.target, headers, data), 0
         try:
             async with asyncio.timeout(None) as scope:
                 with self._watched(target, scope, attempt):
                     if prefilling is not None:
                         prefilling.add_done_callback(functools.partial(self._on_prefilled, attempt, scope))
                     with await self._upstream.ask(call) as answer:
+                        status = answer.status
                         await self._pass_on(attempt, answer, client)
         except (PeerError, TimeoutError) as error:
-            failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error, stream)
-            if stream is not None and stream.name is not None and attempt.request.phase is Phase.ANSWERING:
-                stream.reason = stream.interruption or Reason.DIED
-                raise failure from None
-            if attempt.request.phase is not Phase.ANSWERING:
-                raise failure from None
-            self._observer.failed(target)
-            logger.warning("an answer has been cut: %s: %s", target.url, failure)
-            client.cut()
-            self._observer.cut(incoming)
-            return
-        self._observer.answered(incoming, target, answer.status, self._clock.now() - attempt.since, attempt.tail.data)
+            # A complete answer stays complete, whatever happens to its instance before the client has read it.
+            if not client.is_complete:
+                failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error, stream)
+                if attempt.request.phase is not Phase.ANSWERING:
+                    raise failure from None
+                if stream is not None and stream.name is not None:
+                    stream.reason = stream.interruption or Reason.DIED
+                    raise failure from None
+                self._observer.failed(target)
+                logger.warning("an answer has been cut: %s: %s", target.url, failure)
+                client.cut()
+                self._observer.cut(incoming)
+                return
+        self._observer.answered(incoming, target, status, self._clock.now() - attempt.since, attempt.tail.data)
 
     async def _pass_on(self, attempt: _Attempt, answer: InstanceConnection, client: Response) -> None:
         if answer.status in _RETRIED_STATUSES:

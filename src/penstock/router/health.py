@@ -20,6 +20,7 @@ from penstock.router.instances import Signal
 from penstock.router.pool import Pool
 from penstock.utils.clock import Clock
 from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.names import one_line
 
 _MAX_REASON = 200
 _MAX_MODELS = 256
@@ -107,8 +108,8 @@ def _read(reply: Reply) -> tuple[str, str]:
         return "", ""
     if not isinstance(body, dict):
         return "", ""
-    status, reason = body.get("status"), body.get("reason")
-    return (status if isinstance(status, str) else ""), (reason if isinstance(reason, str) else "")[:_MAX_REASON]
+    status, reason = (text if isinstance(text, str) else "" for text in (body.get("status"), body.get("reason")))
+    return status, one_line(reason[:_MAX_REASON])
 
 
 class HealthChecks:
@@ -169,7 +170,7 @@ class HealthChecks:
         except PeerError as error:
             if getattr(error.__cause__, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 return False  # the router lacks file descriptors, which says nothing about the instance
-            signal, reason = Signal.SILENT, str(error)[:_MAX_REASON]
+            signal, reason = Signal.SILENT, one_line(str(error)[:_MAX_REASON])
         return self._pool.observe(url, signal, self._clock.now(), reason)
 
     async def _is_stalled(self, url: str) -> bool:

@@ -94,7 +94,7 @@ class KVView:
         self._next += 1
         try:
             batch = _decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             logger.warning("invalid KV events: %s", error)
             self.held.clear()
             return

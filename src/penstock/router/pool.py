@@ -174,6 +174,9 @@ class Pool:
             member.unhealthy_since = None
         if signal is Signal.READY and member.is_held:
             signal = Signal.DRAINING
+        if signal in (Signal.STARTING, Signal.SILENT, Signal.LOST):
+            # When it answers again it may be another process, with other weights.
+            member.fingerprint = None
         member.reason = reason
         return self._move(member, signal)
 

@@ -22,6 +22,8 @@ from penstock.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _TIMEOUT_S = 2.0
+# The tokens of a prompt that are looked up. Their keys are made at once, while no other request proceeds.
+_MAX_LOOKED_UP = 1 << 17
 _CHAT = "/v1/chat/completions"
 # The fields that determine how messages become a prompt.
 _TEMPLATE_FIELDS = (
@@ -64,9 +66,10 @@ class TokenizedPrompts:
         if body is None:
             return estimated
         tokens = await self._tokens(incoming, body, min(ready, key=lambda each: each.num_outstanding))
-        if not tokens or min(tokens) < 0 or max(tokens) >= 1 << 63:
+        first = tokens[:_MAX_LOOKED_UP]
+        if not first or min(first) < 0 or max(first) >= 1 << 63:
             return estimated
-        return Found(len(tokens), tokens, self._views.cached(PromptKeys(tokens, salts_of(incoming.headers, body))))
+        return Found(len(tokens), tokens, self._views.cached(PromptKeys(first, salts_of(incoming.headers, body))))
 
     async def _tokens(self, incoming: bodies.ClientRequest, body: Mapping[str, Any], member: Member) -> Sequence[int]:
         given = bodies.only_prompt(body) if incoming.path != _CHAT else None
