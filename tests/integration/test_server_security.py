@@ -314,6 +314,7 @@ def test_bodies_are_limited(local: ServerProcess) -> None:
     assert call(local.url, "POST", COMPLETIONS, b"x" * (4 * MAX_BODY_BYTES)).status == 413
     declared = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
     assert send_raw(local.url, declared).status == 413
+    assert send_raw(local.url, declared.replace(b"999", b"0" * 5000 + b"999", 1)).status == 413
     chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     piece = b"20000\r\n" + b"x" * 0x20000 + b"\r\n"
     assert send_raw(local.url, chunked + piece * 9).status == 413

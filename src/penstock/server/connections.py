@@ -80,12 +80,19 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_bytes = 0
+        super().on_body(body)
+
     def data_received(self, data: bytes) -> None:
+        # The trailer of a chunked body counts as a head too.
+        self._num_bytes += len(data)
         super().data_received(data)
-        if self._timer is not None:
-            self._num_bytes += len(data)
-            if self._num_bytes > limits.MAX_HEAD_BYTES:
-                self.transport.abort()
+        if self._num_bytes > limits.MAX_HEAD_BYTES:
+            self.transport.abort()
+        elif self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            # Any data ends uvicorn's timeout of an idle connection, also an empty line and the rest of a refused body.
+            self._expect_head()
 
     def _expect_head(self) -> None:
         self._head_is_here()

@@ -67,8 +67,7 @@ async def ready(request: Request) -> Response:
 @router.get("/version")
 async def version(request: Request) -> Response:
     """Returns Penstock's version and the engine's configuration: device, kernels, dtype, context, KV cache."""
-    info = service_of(request).llm.info.shown()
-    return JSONResponse({"version": __version__, "engine": info})
+    return JSONResponse({"version": __version__, "engine": service_of(request).llm.info.shown()})
 
 
 @router.get("/metrics", response_class=Response)

@@ -82,11 +82,8 @@ class LocalHosts:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             origin = headers.get("origin")
-            if (
-                origin is not None
-                and origin not in self._origins
-                and not is_local_host(origin.partition("://")[2] or "-")
-            ):
+            is_own = origin is None or origin in self._origins or is_local_host(origin.partition("://")[2] or "-")
+            if not is_own:
                 message = f"pages of {origin} may not use this server without --allowed-origin"
                 await error_response(403, message)(scope, receive, send)
                 return
@@ -108,10 +105,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal: Response | None = None
-        body = b""
+        refusal, body = None, b""
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
+        if declared.isdecimal() and int(declared.lstrip("0") or 0) > self._max_bytes:
             refusal = self._too_large()
         else:
             try:
