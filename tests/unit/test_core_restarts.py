@@ -134,6 +134,42 @@ async def test_a_failed_start_counts_as_an_attempt(monkeypatch: pytest.MonkeyPat
 
 
 @scenario
+async def test_any_failure_of_a_restart_counts_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the server would wait forever for an engine that nobody starts."""
+    world = World(monkeypatch, max_restarts=2)
+    world.failures = [AssertionError("an unexpected message")]
+    await world.kill()
+    assert world.owner.num_restarts == 1
+    assert world.owner.client is world.cores[-1]
+
+    async def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    world.clock.advance(RECOVERED_SECONDS)
+    monkeypatch.setattr(world.cores[-1], "shutdown", fail)
+    await world.kill()
+    assert world.owner.died.is_set()
+    assert str(world.owner.death) == "can't start new thread"
+
+
+@scenario
+async def test_a_core_serves_only_when_all_have_taken_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, max_restarts=2)
+    failures = [ConfigError("generation_config.json is no JSON")]
+
+    def take(message: object) -> None:
+        if message == "ready" and failures:
+            raise failures.pop()
+
+    world.owner.add_handler(take)
+    await world.kill()
+    assert world.owner.num_restarts == 1
+    assert len(world.cores) == 3
+    await world.kill("it is heard")
+    assert str(world.owner.death) == "it is heard"
+
+
+@scenario
 async def test_there_is_no_client_during_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, max_restarts=1)
     world.cores[0].die("it broke")

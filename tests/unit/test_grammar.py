@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema_rs
 import numpy as np
@@ -605,6 +607,16 @@ class TestChecker:
             with pytest.raises(OverloadedError, match="shutting down"):
                 await under_way
             assert leaving.cancelled()
+
+        run(scenario)
+
+    def test_a_process_that_cannot_be_started_now_may_be_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario(checker: GrammarChecker) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(checker_module, "ChildProcess", Mock(side_effect=OSError(errno.EMFILE, "too many files")))
+                with pytest.raises(OverloadedError, match=r"does not start.*too many files"):
+                    await checker.check(spec(regex="a"))
+            await checker.check(spec(regex="a"))
 
         run(scenario)
 

@@ -121,11 +121,19 @@ class RestartingCore:
             logger.warning(
                 "the engine is started again in %.0f s: attempt %d of %d", seconds, self._attempts, self._max_restarts
             )
-            # Its memory and its ports must be free first.
-            await self._client.shutdown()
-            await self._pause(seconds)
-            if not self._closing.is_set() and await self._start():
-                return
+            try:
+                # Its memory and its ports must be free first.
+                await self._client.shutdown()
+                await self._pause(seconds)
+                if not self._closing.is_set():
+                    await self._start()
+                    return
+            except Exception as error:
+                # Any error: nothing else would end the wait. Includes ConfigError: the arguments worked before, so the
+                # cause is the machine, and may be temporary.
+                self._outage = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+                is_bug = not isinstance(error, PenstockError | OSError)
+                logger.error("the engine could not be started again: %s", error, exc_info=is_bug)
         self._restarting = None
         self.died.set()
 
@@ -133,22 +141,14 @@ class RestartingCore:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def _start(self) -> bool:
-        try:
-            self._client = await CoreClient.start(self._plan)
-            if self._closing.is_set():
-                await self._client.shutdown()
-            ready = await self._client.ready
-        except (PenstockError, OSError) as error:
-            # Includes ConfigError: the arguments worked before, so the cause is the machine, and may be temporary.
-            self._outage = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
-            logger.error("the engine could not be started again: %s", error)
-            return False
+    async def _start(self) -> None:
+        self._client = await CoreClient.start(self._plan)
+        if self._closing.is_set():
+            await self._client.shutdown()
+        for message in await self._client.ready:
+            self._tell(message)
         self._ready_since = self._clock.now()
         self.num_restarts += 1
         self._outage = self._restarting = None
         logger.warning("the engine has been started again")
-        for message in ready:
-            self._tell(message)
         self._listen()
-        return True

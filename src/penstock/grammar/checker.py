@@ -119,8 +119,8 @@ class GrammarChecker:
         can.
         """
         if self._process is None:
-            self._process = await _Process.open()
             try:
+                self._process = await _Process.open()
                 await asyncio.wait_for(self._process.ask(self._start), _START_SECONDS)
             except BaseException as error:
                 await self._kill()
