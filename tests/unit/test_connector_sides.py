@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -205,6 +205,24 @@ def test_children_inherit_the_load_timeout() -> None:
     ).config
     waits = {name: child.kv_load_timeout for name, child in MultiConnector.children(config).items()}
     assert waits == {"OffloadingConnector": 5.0, "patient": 60.0}
+
+
+@pytest.mark.parametrize("make", [MultiScheduler, MultiWorker], ids=["scheduler", "worker"])
+def test_every_child_is_shut_down_also_if_one_raises(make: Callable[[Any], MultiScheduler | MultiWorker]) -> None:
+    ended: list[str] = []
+
+    def child(name: str, error: Exception | None = None) -> Any:
+        def shutdown() -> None:
+            ended.append(name)
+            if error is not None:
+                raise error
+
+        return SimpleNamespace(shutdown=shutdown, layer_hooks=None, needs_shared_memory=False)
+
+    parts = make({"first": child("first"), "broken": child("broken", OSError("gone")), "last": child("last")})
+    with pytest.raises(OSError, match="gone"):
+        parts.shutdown()
+    assert sorted(ended) == ["broken", "first", "last"]
 
 
 def test_at_most_one_child_answers_requests() -> None:

@@ -8,6 +8,7 @@ All transfer ids are prefixed with the child's name towards the engine, so no ch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -230,9 +231,8 @@ class MultiScheduler(NullSchedulerConnector):
             child.set_waker(callback)
 
     def wait(self, seconds: float) -> None:
-        children = list(self._children.values())
         # If no transfer is in flight, a request waits for a lookup by any of them.
-        waiting = [child for child in children if child.has_pending_work] or children
+        waiting = [child for child in self._children.values() if child.has_pending_work] or [*self._children.values()]
         for child in waiting:
             child.wait(seconds / len(waiting))
 
@@ -251,8 +251,14 @@ class MultiScheduler(NullSchedulerConnector):
             child.check_integrity()
 
     def shutdown(self) -> None:
-        for child in self._children.values():
-            child.shutdown()
+        _shut_down(self._children)
+
+
+def _shut_down(parts: Mapping[str, SchedulerConnector | WorkerConnector]) -> None:
+    """Shuts down all, also if one of them raises."""
+    with contextlib.ExitStack() as stack:
+        for part in parts.values():
+            stack.callback(part.shutdown)
 
 
 def _merged(results: Mapping[str, FinishResult]) -> dict[str, Any] | None:
@@ -323,5 +329,4 @@ class MultiWorker:
             part.end_step()
 
     def shutdown(self) -> None:
-        for part in self._parts:
-            part.shutdown()
+        _shut_down(self._children)
