@@ -144,3 +144,27 @@ def test_a_connection_without_the_key_is_refused(cluster: None) -> None:
         connection, _ = ray_executor._start_rank(listener, (0, 1), Actor, place)
         with connection:
             assert connection.recv(16) == b"rank"
+
+
+def test_the_loss_of_a_host_ends_its_connection_within_a_minute() -> None:
+    """By default the system would notice it after two hours."""
+    key = b"k" * 32
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as theirs,
+        listener.accept()[0] as ours,
+    ):
+        sides = [(ours, ray_executor.Authentication(key, is_client=False, purpose=b"rank"))]
+        sides.append((theirs, ray_executor.Authentication(key, is_client=True, purpose=b"rank")))
+        threads = [threading.Thread(target=ray_executor._authenticate, args=side) for side in sides]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        for connection in (ours, theirs):
+            idle, interval, count = (
+                connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert idle + interval * count <= 60

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -123,6 +125,18 @@ def test_it_ends_with_its_parent(tmp_path: Path, messages: list[str], words: lis
         assert time.monotonic() < deadline, "the child has outlived its parent"
         time.sleep(0.01)
     assert log.read_text().splitlines() == words
+
+
+def test_its_parent_may_have_many_open_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with contextlib.ExitStack() as files:
+        while files.enter_context(Path(os.devnull).open()).fileno() < 1100:
+            pass
+        child = ChildProcess(("-c", CHILD), has_lifeline=True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert ask(child, "a") == "A"
+    child.end()
 
 
 def is_running(pid: int) -> bool:

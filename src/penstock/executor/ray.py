@@ -35,7 +35,7 @@ from penstock.utils import logging
 from penstock.utils.child_process import SOCKET_BYTES, Parent
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError, PeerError
-from penstock.utils.hosts import free_port
+from penstock.utils.hosts import free_port, keep_alive
 from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.machine import usable_cores
 from penstock.worker.messages import LoadWorker, Rendezvous
@@ -232,7 +232,7 @@ def _authenticate(connection: socket.socket, side: Authentication) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_alive(connection)
 
 
 @ray.remote(max_restarts=0)

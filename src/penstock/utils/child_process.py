@@ -215,5 +215,7 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
+    poll = select.poll()  # not `select`, which refuses the numbers of a process with many open files
+    poll.register(lifeline)
+    if poll.poll(0):
         signal.raise_signal(signal.SIGKILL)  # it is already closed
