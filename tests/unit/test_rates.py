@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.messages.outputs import FinishReason
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.metrics.rates import WINDOW_SECONDS, RecentRates
 from penstock.metrics.request_log import RequestLog, RequestRecord
 from penstock.utils.clock import ManualClock
@@ -28,3 +31,13 @@ def test_rates_cover_the_last_seconds_and_totals_everything() -> None:
     assert (later.requests_per_second, later.e2e_p50) == (0.0, None)
     totals = rates.totals()
     assert (totals["num_errors"], totals["num_aborts"]) == (1, 1)
+
+
+def test_any_number_of_steps_counts() -> None:
+    clock = ManualClock(100.0)
+    rates = RecentRates(clock)
+    report: Any = SimpleNamespace(outputs=[EngineOutput(request_id="a", new_token_ids=[1, 2])])
+    for _ in range(10_000):
+        clock.advance(WINDOW_SECONDS / 10_000)
+        rates.on_step(report)
+    assert abs(rates.rates().tokens_per_second - 20_000 / WINDOW_SECONDS) < 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -45,6 +46,13 @@ class _Window:
     def add(self, now: float, value: float) -> None:
         self._samples.append((now, value))
 
+    def count(self, now: float, value: float) -> None:
+        """Adds to the sample of this hundredth of a second, so that there is room for any number of them."""
+        start = now - now % 0.01
+        if self._samples and self._samples[-1][0] == start:
+            value += self._samples.pop()[1]
+        self.add(start, value)
+
     def values(self, now: float) -> list[float]:
         while self._samples and self._samples[0][0] < now - WINDOW_SECONDS:
             self._samples.popleft()
@@ -61,11 +69,10 @@ class RecentRates:
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._ends: Counter[str] = Counter()
-        self._tokens, self._ended = _Window(), _Window()
-        self._ttft, self._itl, self._e2e, self._queue = _Window(), _Window(), _Window(), _Window()
+        self._tokens, self._ended, self._ttft, self._itl, self._e2e, self._queue = (_Window() for _ in range(6))
 
     def on_step(self, report: StepReport) -> None:
-        self._tokens.add(self._clock.now(), sum(len(output.new_token_ids) for output in report.outputs))
+        self._tokens.count(self._clock.now(), sum(len(output.new_token_ids) for output in report.outputs))
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, seconds: float) -> None:
         is_first = record.num_output_tokens == num_tokens
@@ -77,7 +84,7 @@ class RecentRates:
         assert record.finish_reason is not None and record.ended is not None, record.request_id
         now = self._clock.now()
         self._ends[record.finish_reason] += 1
-        self._ended.add(now, 1.0)
+        self._ended.count(now, 1.0)
         if record.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
             self._e2e.add(now, record.ended - record.arrived)
             start, end = record.stages()["queue"]
@@ -94,21 +101,16 @@ class RecentRates:
 
     def rates(self) -> Rates:
         now = self._clock.now()
+        latencies = (_quantiles(each.values(now)) for each in (self._ttft, self._itl, self._e2e, self._queue))
         return Rates(
             WINDOW_SECONDS,
             sum(self._tokens.values(now)) / WINDOW_SECONDS,
             sum(self._ended.values(now)) / WINDOW_SECONDS,
-            *(
-                quantile
-                for window in (self._ttft, self._itl, self._e2e, self._queue)
-                for quantile in _quantiles(window.values(now))
-            ),
+            *itertools.chain(*latencies),
         )
 
 
 def _quantiles(values: list[float]) -> tuple[float | None, float | None]:
     """The median and the 90th percentile."""
-    if not values:
-        return None, None
-    median, high = np.percentile(values, (50, 90))
-    return float(median), float(high)
+    median, high = np.percentile(values, (50, 90)).tolist() if values else (None, None)
+    return median, high
