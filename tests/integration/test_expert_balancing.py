@@ -90,6 +90,7 @@ def test_a_module_for_drafts_is_balanced_apart(tmp_path: Path) -> None:
     assert balancer.stats().num_moved > 10
 
 
+@pytest.mark.long
 def test_a_pooling_engine_balances_too(path: Path) -> None:
     common = {**OPTIONS, "runner": "pooling", "pooler_config": {"pooling_type": "LAST"}}
     plain = LLM(str(path), **{**common, "enable_eplb": False, "eplb_config": None})

@@ -81,6 +81,7 @@ def test_a_fault_in_one_layer_is_named(folders: Path, capsys: pytest.CaptureFixt
     assert first_difference(Recording.load(finding.reference), Recording.load(finding.folder)) == finding.place
 
 
+@pytest.mark.long
 def test_a_request_without_its_tokens_is_named() -> None:
     """All that the process has computed is equal."""
     finding = run("tests.integration.soak_planted", "loss").finding
@@ -106,6 +107,7 @@ def test_a_wrong_packed_weight_is_named() -> None:
     assert finding.place.what == "layers.4.feed_forward.down.own.packed"
 
 
+@pytest.mark.long
 def test_a_prompt_that_leaves_little_room_has_a_shorter_answer() -> None:
     result = soak(EngineArgs(max_model_len=24), PROMPTS[:2], 20, SECONDS / 60, lambda tally: None, seed=5)
     assert result.finding is None

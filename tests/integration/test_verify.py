@@ -62,6 +62,7 @@ def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("Every token agrees: ")
 
 
+@pytest.mark.long
 def test_weights_and_kv_that_are_rounded_pass(tmp_path: Path) -> None:
     """W8A8, whose rows have scales of their own, on a cache of int8."""
     path, _ = quantize_checkpoint(resolve_model_path("demo"), tmp_path, "int8 with int8 inputs")

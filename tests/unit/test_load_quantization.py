@@ -106,6 +106,7 @@ def outputs(**arguments: Any) -> Any:
     return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in found]
 
 
+@pytest.mark.long
 def test_each_flag_rounds_its_layers_and_ranks_change_nothing() -> None:
     kinds: list[dict[str, Any]] = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"quantize_head": "int8"}]
     kinds.append({"quantization": "int4", "quantize_activations": "int8"})

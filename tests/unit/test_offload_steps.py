@@ -234,7 +234,7 @@ def test_shutdown_drops_loads_that_no_step_has_begun() -> None:
     assert len(view.written) == 2
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_tail_never_outlives_its_head(seed: int) -> None:
     """Prompts that share a stem grow block by block, beside others that end; the tier is far too small for all."""
@@ -312,6 +312,7 @@ def work_per_block(make_policy: Callable[[int], CachePolicy], num_prompts: int, 
     return num_instructions(lambda: grow(manager, prompts, num_blocks)) / (num_blocks * num_prompts)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("make_policy", [lambda _: LRUPolicy(), ARCPolicy], ids=["lru", "arc"])
 @pytest.mark.parametrize(
     ("num_prompts", "old_share"),
