@@ -40,8 +40,7 @@ def numa_nodes() -> list[set[int]]:
     """
     allowed = allowed_cores()
     files = sorted(NUMA_NODES.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
-    nodes = [_numbers(file.read_text()) & allowed for file in files]
-    return [node for node in nodes if node]
+    return [node for file in files if (node := _numbers(file.read_text()) & allowed)]
 
 
 def _numbers(text: str) -> set[int]:
