@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -16,6 +17,9 @@ from openai import OpenAI
 from penstock import LLM, SamplingParams
 from penstock.kernels import native
 from penstock.messages.outputs import CompletionOutput
+from penstock.server.openai import completions
+from penstock.server.openai.generation import Generation
+from penstock.server.openai.protocol import CompletionRequest
 from tests.integration.server_process import ServerProcess, serve
 
 MAX_MODEL_LEN = 1024
@@ -318,6 +322,21 @@ def test_echo(client: OpenAI, llm: LLM, stream: bool) -> None:
     assert only["logprobs"]["top_logprobs"][0] is None
 
 
+def test_offsets_of_an_echo_exclude_a_token_that_the_tokenizer_puts_before_the_text(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    prompt: Any = {"prompt": STORY, "prompt_token_ids": [min(tokenizer.special_tokens), *tokenizer.encode(STORY)]}
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    body = CompletionRequest.model_validate({"prompt": STORY, "echo": True, "logprobs": 0})
+    service: Any = SimpleNamespace(llm=llm)
+    stream: Any = SimpleNamespace(output=output)
+    (choice,) = completions._Answer(service, body, Generation((stream,)), {}).whole()["choices"]  # pyright: ignore[reportPrivateUsage]
+    first, *places = choice["logprobs"]["text_offset"]
+    assert first == 0
+    for place, token in zip(places, choice["logprobs"]["tokens"][1:], strict=True):
+        assert choice["text"].startswith(token, place)
+
+
 def test_echo_without_output_counts_no_output_tokens_and_does_not_stop(client: OpenAI) -> None:
     # The engine samples one token, which is not returned; here it is a stop token.
     answer = complete(client, max_tokens=0, echo=True, extra={"stop_token_ids": [2], "allowed_token_ids": [2]})
@@ -438,6 +457,16 @@ def test_chat_logprobs(client: OpenAI) -> None:
     assert chat(client).choices[0].logprobs is None
 
 
+@pytest.mark.parametrize("extra", [{"stop_token_ids": [2]}, {"structured_outputs": {"regex": "(yes)+"}}])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_log_probabilities_of_a_chat_exclude_the_token_that_ends_it(
+    client: OpenAI, extra: dict[str, Any], ignore_eos: bool
+) -> None:
+    (choice,) = chat(client, extra={**extra, "ignore_eos": ignore_eos}, logprobs=True).choices
+    assert choice.finish_reason == "stop"
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+
+
 def test_chat_continues_a_message(client: OpenAI) -> None:
     begun = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": STORY}]
     extra = {"continue_final_message": True, "add_generation_prompt": False}
@@ -447,6 +476,9 @@ def test_chat_continues_a_message(client: OpenAI) -> None:
     assert echoed.choices[0].message.content == STORY + plain.choices[0].message.content
     assert merged_chat(chat(client, begun, {**extra, "echo": True}, stream=True, **few)) == whole_chat(echoed)
     assert plain.usage.prompt_tokens < chat(client, begun, **few).usage.prompt_tokens
+    # Whitespace at its end is not in the prompt, and therefore not in the answer.
+    spaced: Any = [begun[0], {**begun[1], "content": f"{STORY} \n"}]
+    assert chat(client, spaced, {**extra, "echo": True}, **few).choices == echoed.choices
 
 
 def test_chat_template_variables(client: OpenAI) -> None:

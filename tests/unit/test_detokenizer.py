@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from tokenizers import decoders
 
 from penstock.config.engine import EngineArgs, resolve
 from penstock.frontend.detokenizer import Detokenizer
@@ -110,6 +111,23 @@ def test_a_character_is_complete_after_skipped_tokens(tokenizer: Tokenizer) -> N
     thumb = tokenizer.encode("👍")
     special = min(tokenizer.special_tokens)
     assert feed(tokenizer, [*thumb[:-1], *[special] * 40, *thumb[-1:]])[0] == "👍"
+
+
+def test_bytes_after_a_character_that_complete_none_are_shown(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With byte fallback they make the library decode the character before them anew, and raise an exception."""
+    words = ["▁the", "▁end"]
+    vocabulary = {piece: number for number, piece in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)  # Llama 2's
+    monkeypatch.setattr(tokenizer, "backend", backend)
+    thumb = list("👍".encode())
+    token_ids = [256, *thumb, *thumb[:2], 256, 257]
+    final, _, _, shown = feed(tokenizer, token_ids)
+    assert final == "the👍\ufffd\ufffd the end"
+    assert_grows(shown, final)
 
 
 def test_stop_strings_are_found_across_tokens(tokenizer: Tokenizer) -> None:

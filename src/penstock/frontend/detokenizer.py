@@ -93,8 +93,9 @@ class Detokenizer:
         try:
             text = self._stream.step(self._backend, token_id)
         except Exception:  # noqa: BLE001 - the library raises bare Exception when a token rewrites earlier text
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            text = self._stream.step(self._backend, token_id)
+            # The tokens without text before it may be bytes that completed no character: they are shown too.
+            text = self._backend.decode([*self._silent, token_id], self._skip_special_tokens)
+            self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._skip_special_tokens)
         self._silent = [] if text else [*self._silent, token_id]
         if len(self._silent) == _MAX_SILENT_TOKENS:
             # A step decodes all tokens since the last text, so the time of each would grow with their number.

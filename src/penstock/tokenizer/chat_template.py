@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.utils.clock import SystemClock
@@ -19,6 +20,8 @@ from penstock.utils.errors import ConfigError, RequestError
 
 _MAX_RENDERED_CHARACTERS = 16 << 20
 _MAX_SECONDS = 5.0
+# The templates of a checkpoint by their names, and their files. The second one is for conversations with tools.
+_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 # Ends the content of a message that is to be continued, whose text may occur again after it.
 _CONTENT_END = "[end of the content]"
 _deadline: ContextVar[float] = ContextVar("deadline")
@@ -69,43 +72,58 @@ def _check_deadline() -> None:
         raise _LimitError(f"it took longer than {_MAX_SECONDS:g} s")
 
 
-class ChatTemplate:
-    """One compiled template; rendering is thread-safe. `source` is its text."""
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training: its contents are rendered as they are."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False)
+    tags = {"generation"}  # noqa: RUF012 - declared by the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+
+class ChatTemplate:
+    """The compiled templates of a checkpoint; rendering is thread-safe. `source` is their text. Most checkpoints have
+    one template, and some have another one for conversations with tools.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        self.source = source if tool_source is None else f"{source}\n{tool_source}"
+        extensions = [loopcontrols, _Generation]
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions, autoescape=False)
         environment.filters["tojson"] = _to_json
-        environment.globals["_tick"] = lambda: None
         environment.globals.pop("lipsum")
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals.update(_tick=lambda: None, raise_exception=_raise, strftime_now=_strftime_now)
         try:
-            self._template = environment.from_string(environment.parse(source))
+            both = [environment.from_string(environment.parse(each)) for each in (source, tool_source or source)]
         except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {error}") from None
+        self._template, self._tool_template = both
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def load(cls, folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-        """The template of a checkpoint folder: `chat_template.jinja`, or in its tokenizer configuration."""
-        file = folder / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
-            source = named.get("default")
+        """The templates of a checkpoint folder: files, or in its tokenizer configuration."""
+        files = {name: folder / file for name, file in _FILES.items()}
+        try:
+            read: dict[Any, Any] = {name: each.read_text("utf-8") for name, each in files.items() if each.is_file()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"a chat template in {folder} cannot be read: {error}") from None
+        stored: Any = [] if "default" in read else config.get("chat_template")
+        entries = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+        named = {each.get("name"): each.get("template") for each in entries if isinstance(each, Mapping)} | read
+        source, tool_source = named.get("default"), named.get("tool_use") or None
         if not source:
             return None
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(tool_source, str | None):
             raise ConfigError(f"{folder}: chat_template must be text")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        values = {name: config.get(name) for name in names}
-        tokens = {name: v["content"] if isinstance(v, Mapping) else v for name, v in values.items() if v}
-        return cls(source, tokens)
+        return cls(source, {name: token for name in names if (token := special_token(config, name))}, tool_source)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -133,9 +151,8 @@ class ChatTemplate:
     def _render(self, context: Mapping[str, Any]) -> str:
         """Renders piece by piece, so that an endless template is stopped."""
         _deadline.set(SystemClock().now() + _MAX_SECONDS)
-        pieces: list[str] = []
-        size = 0
-        for piece in self._template.generate(context):
+        pieces, size = list[str](), 0
+        for piece in (self._tool_template if context["tools"] else self._template).generate(context):
             _check_deadline()
             size += len(piece)
             if size > _MAX_RENDERED_CHARACTERS:
@@ -167,13 +184,21 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     return plain
 
 
+def special_token(config: Mapping[str, Any], name: str) -> str | None:
+    """Returns the text of a special token in a tokenizer's configuration; None if there is none."""
+    value = config.get(name)
+    return value.get("content") if isinstance(value, Mapping) else value
+
+
 def _strftime_now(form: str) -> str:
     return datetime.datetime.fromtimestamp(SystemClock().wall()).strftime(form)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    # Jinja's own filter escapes HTML characters, which would end up in the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes HTML characters, which would end up in the prompt. The arguments are transformers'.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

@@ -17,10 +17,9 @@ import tokenizers
 
 # By how much a normalizer can shrink a text, in bytes of UTF-8: 𝐀 (4 bytes) becomes A, three Hangul letters (9) one
 # syllable (3). None of them changes the length of ASCII text.
-_SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}
-_KEEPING = ("Prepend", "ByteLevel")
-_KEEPING_SPLITS = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
-_SPLITS_WITH_BEHAVIOR = ("Split", "Punctuation")
+_SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
+# Some of them have a behavior, which may be to remove what they find.
+_KEEPING_SPLITS = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
 _MAX_CHARACTER_BYTES = 4
 _WHITESPACE = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
 
@@ -66,20 +65,16 @@ def find_text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
 
 def _steps(step: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
     """Returns a normalizer or pre-tokenizer, or the elements of a sequence of them."""
-    if step is None:
-        return
-    if step["type"] == "Sequence":
+    if step is not None and step["type"] == "Sequence":
         for part in step[parts]:
             yield from _steps(part, parts)
-    else:
+    elif step is not None:
         yield step
 
 
 def _keeps_text(step: Mapping[str, Any]) -> bool:
     """Whether a pre-tokenizer drops no characters."""
-    return step["type"] in _KEEPING_SPLITS or (
-        step["type"] in _SPLITS_WITH_BEHAVIOR and step.get("behavior", "Removed") != "Removed"
-    )
+    return step["type"] in _KEEPING_SPLITS and step.get("behavior") != "Removed"
 
 
 def _shrinking(step: Mapping[str, Any]) -> int | None:
@@ -88,7 +83,7 @@ def _shrinking(step: Mapping[str, Any]) -> int | None:
         pattern = step["pattern"].get("String")
         keeps = pattern is not None and len(step["content"].encode()) >= len(pattern.encode())
         return 1 if keeps else None
-    return 1 if step["type"] in _KEEPING else _SHRINKING.get(step["type"])
+    return _SHRINKING.get(step["type"])
 
 
 def _spells_everything(model: Mapping[str, Any], is_byte_level: bool) -> bool:

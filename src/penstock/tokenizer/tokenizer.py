@@ -16,7 +16,7 @@ from tokenizers import normalizers
 from penstock.config.engine import EngineConfig
 from penstock.config.families import text_part
 from penstock.config.model import read_json
-from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.chat_template import ChatTemplate, special_token
 from penstock.tokenizer.text_bound import find_text_bound
 from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.machine import release_freed_memory
@@ -76,7 +76,7 @@ class Tokenizer:
         if self.backend.get_vocab_size(with_added_tokens=True) > vocab_size:
             self.backend = _limited(self.backend, vocab_size, file)
         self._chat_template = ChatTemplate.load(folder, config)
-        eos = _special_token(config, "eos_token")
+        eos = special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
         end = [] if self.eos_token_id is None else [self.eos_token_id]
         # The file's post-processor may append it already.
@@ -149,8 +149,10 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if not text.isascii():
-            _check_unicode(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode at character {error.start}", "prompt") from None
         if len(text) < _LONG_CHARACTERS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
         # Only the batched call releases the interpreter's lock, and this variant computes no offsets.
@@ -202,13 +204,13 @@ class Tokenizer:
                 return bytes(_BYTE_OF[character] for character in piece)
         return text.encode("utf-8", "replace")
 
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Returns a conversation's text. Raises RequestError if there is no template or it refuses the messages."""
         if self._chat_template is None:
             raise RequestError("this model has no chat template: use a text prompt instead of messages", "messages")
         return self._chat_template.render(messages, **options)
 
-    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message], /, **options: Any) -> list[int]:
         """Returns a conversation's tokens. Raises RequestError if there is no template or it refuses the messages."""
         # The template includes the special tokens.
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
@@ -250,18 +252,6 @@ _BYTE_OF = _byte_characters()
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not valid Unicode at character {error.start}", "prompt") from None
-
-
-def _special_token(config: Mapping[str, Any], name: str) -> str | None:
-    value = config.get(name)
-    return value.get("content") if isinstance(value, Mapping) else value
-
-
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Loads the configured tokenizer; None if the engine has none. Raises ConfigError."""
     folder, size = config.tokenizer_path, config.model.vocab_size
@@ -274,9 +264,8 @@ def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozense
     model = text_part(read_json(config.model.path / "config.json") or {})
     stored = generation.get("eos_token_id")
     eos = _token_ids(model.get("eos_token_id") if stored is None else stored, config.model.vocab_size)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos |= {tokenizer.eos_token_id}
-    return eos
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return eos if own is None else eos | {own}
 
 
 def _token_ids(value: Any, vocab_size: int) -> frozenset[int]:

@@ -61,7 +61,9 @@ class _Answer:
         self._separates_reasoning = not chat.reasoning.is_none
         self._shows_reasoning = body.include_reasoning is not False
         last = body.messages[-1]
-        self._echoed = content_of(last) if body.echo and last.role == _ROLE else ""
+        echoed = content_of(last) if body.echo and last.role == _ROLE else ""
+        # The prompt of a continued message omits the whitespace at its end.
+        self._echoed = echoed.rstrip() if body.continue_final_message else echoed
 
     def whole(self) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -151,8 +153,7 @@ class _Answer:
         if delta.finish_reason != "stop" or not delta.token_ids or self._body.include_stop_str_in_output:
             return False
         last = delta.token_ids[-1]
-        is_end = last in self._end_token_ids and not self._body.ignore_eos
-        return is_end or (isinstance(delta.stop_reason, int) and delta.stop_reason == last)
+        return delta.stop_reason == last or (delta.stop_reason is None and last in self._end_token_ids)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Returns vLLM's optional fields about the prompt."""

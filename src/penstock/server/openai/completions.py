@@ -42,11 +42,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
     """Returns one entry per prompt. Raises RequestError if there are none or too many."""
-    given: Any = body.prompt
-    if body.prompt_token_ids is not None:
-        if body.prompt:
-            raise RequestError("prompt and prompt_token_ids exclude each other", "prompt_token_ids")
-        given = body.prompt_token_ids
+    if body.prompt and body.prompt_token_ids is not None:
+        raise RequestError("prompt and prompt_token_ids exclude each other", "prompt_token_ids")
+    given: Any = body.prompt if body.prompt_token_ids is None else body.prompt_token_ids
     if not given:
         raise RequestError("prompt must not be empty", "prompt")
     is_one = isinstance(given, str) or isinstance(given[0], int)
@@ -151,9 +149,12 @@ class _Answer:
         prompt_rows, prompt_ids = output.prompt_logprobs or (), output.prompt_token_ids
         told = logprobs.completion_logprobs(prompt_rows, prompt_ids, 0, num_top, names_ids)
         # The first token has no log probability, and therefore no text yet.
-        first = self._service.llm.get_tokenizer().decode_token(prompt_ids[0])
+        tokenizer = self._service.llm.get_tokenizer()
+        first = tokenizer.decode_token(prompt_ids[0])
         told["tokens"][0] = logprobs.token_name(prompt_ids[0]) if names_ids else first
-        told["text_offset"][1:] = [place + len(first) for place in told["text_offset"][1:]]
+        # A special token that the tokenizer put before a text is not part of it.
+        length = 0 if prompt_ids[0] in tokenizer.special_tokens and not prompt.startswith(first) else len(first)
+        told["text_offset"][1:] = [place + length for place in told["text_offset"][1:]]
         return logprobs.joined(told, new)
 
     def _prompt_text(self, number: int, output: RequestOutput) -> str:
