@@ -11,7 +11,7 @@ import pytest
 from penstock.router import http_client, http_server
 from penstock.router.http_client import AnswerLostError, Call, HttpUpstream, fetch
 from penstock.router.http_server import Request, Response, serving
-from penstock.utils.errors import PeerError
+from penstock.utils.errors import ConfigError, PeerError
 from tests.unit.router_stubs import SECONDS, run, until
 
 # ---- The server ----
@@ -40,6 +40,20 @@ async def talk(sent: list[bytes], handler: Callable[[Request, Response], Awaitab
         answer += await reader.read()
         writer.close()
         return answer
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [("", "host is empty: name the address"), ("foo..bar", r"cannot listen on foo..bar:0: .*label")],
+    ids=["all interfaces", "no host name"],
+)
+def test_an_address_that_cannot_be_meant_is_refused(host: str, message: str) -> None:
+    async def check() -> None:
+        async with serving(echo, host, 0):
+            pass
+
+    with pytest.raises(ConfigError, match=message):
+        run(check)
 
 
 @pytest.mark.parametrize(

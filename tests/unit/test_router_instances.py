@@ -106,13 +106,13 @@ def test_instances_are_added_drained_and_removed() -> None:
         async with routed(first) as client, serving(second):
             asked = asyncio.create_task(client.ask())
             await until(lambda: first.num_requests == 1)
-            await client.admin("/instances", url=second.url + "/")
+            await client.admin("/instances", url=second.url + "/v1/")
             await until(lambda: _is(client, second, "ready"))
-            await client.admin("/drain", url=first.url)
+            await client.admin("/drain", url=first.url + "/v1/")
             assert await client.state_of(first) == "draining"
             assert [(await client.ask())[0] for _ in range(3)] == [200] * 3
             assert (first.num_requests, second.num_requests) == (1, 3)
-            await client.admin("/resume", url=first.url)
+            await client.admin("/resume", url=first.url + "/v1")
             await until(lambda: _is(client, first, "ready"))
             await client.admin("/remove", url=first.url)
             assert await client.state_of(first) == "draining", "it still has a request"

@@ -97,13 +97,13 @@ class Admin:
 
     def _known(self, fields: dict[str, Any]) -> str:
         """Returns the URL of the named instance."""
-        url = fields["url"].rstrip("/")
+        url = fields["url"].rstrip("/").removesuffix("/v1")
         if url not in self._dispatcher.pool:
             raise _RefusedError(404, f"there is no instance {url!r}")
         return url
 
     def _state(self) -> Mapping[str, Any]:
-        lines = {each.url: (each.prompts, each.loads) for each in self._observer.instances()}
+        views = {each.url: each for each in self._observer.instances()}
         return {
             "prompts": {each.value: self._observer.num_prompts[each] for each in Computing},
             "queued": self._dispatcher.num_queued,
@@ -117,10 +117,10 @@ class Admin:
                     "outstanding": member.num_outstanding,
                     "load": member.load,
                     "requests": member.num_chosen,
-                    "blocks": self._observer.num_blocks(member.url),
+                    "blocks": views[member.url].num_blocks,
                     "hit_rate": self._observer.hit_rate(member.url),
-                    "prefill_rate": _per_second(lines[member.url][0]),
-                    "load_rate": _per_second(lines[member.url][1]),
+                    "prefill_rate": _per_second(views[member.url].prompts),
+                    "load_rate": _per_second(views[member.url].loads),
                 }
                 for member in self._dispatcher.pool
             ],

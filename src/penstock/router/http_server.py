@@ -317,13 +317,17 @@ class Connection(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]:
-    """Yields the server's URL. Raises ConfigError if the address cannot be bound."""
+    """Yields the server's URL. Raises ConfigError if the address cannot be bound, or is empty, which would mean all
+    interfaces.
+    """
+    if not host:
+        raise ConfigError("host is empty: name the address to listen on, such as 127.0.0.1")
     loop = asyncio.get_running_loop()
     connections: set[Connection] = set()
     try:
         server = await loop.create_server(lambda: Connection(handler, connections), host, port, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.args[-1]}") from None
 
     def close_overdue() -> None:
         nonlocal sweep

@@ -115,10 +115,6 @@ class RouterObserver:
             for member in self._dispatcher.pool
         ]
 
-    def num_blocks(self, url: str) -> int | None:
-        """Returns how many blocks the instance holds, by its KV events; None if it publishes none."""
-        return self._views.num_blocks.get(url)
-
     def render(self, accept: str) -> tuple[bytes, str]:
         dispatcher = self._dispatcher
         return self._metrics.render(accept, self.instances(), dispatcher.num_queued, dispatcher.costs.estimates)
