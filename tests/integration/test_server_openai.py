@@ -328,7 +328,7 @@ def test_offsets_of_an_echo_exclude_a_token_that_the_tokenizer_puts_before_the_t
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0)
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     body = CompletionRequest.model_validate({"prompt": STORY, "echo": True, "logprobs": 0})
-    service: Any = SimpleNamespace(llm=llm)
+    service: Any = SimpleNamespace(llm=SimpleNamespace(get_tokenizer=llm.get_tokenizer, has_tokenizer=True))
     stream: Any = SimpleNamespace(output=output)
     (choice,) = completions._Answer(service, body, Generation((stream,)), {}).whole()["choices"]  # pyright: ignore[reportPrivateUsage]
     first, *places = choice["logprobs"]["text_offset"]
@@ -576,3 +576,23 @@ def test_bytes_of_partial_characters_can_be_joined(client: OpenAI, llm: LLM) -> 
     assert answer.choices[0].logprobs is not None
     for entry in answer.choices[0].logprobs.content or []:
         assert bytes(entry.bytes or []) in {llm.get_tokenizer().token_bytes(token_id) for token_id in token_ids}
+
+
+def test_a_server_without_a_tokenizer_names_tokens_by_their_ids() -> None:
+    with serve("--skip-tokenizer-init") as server:
+
+        def ask(**fields: Any) -> tuple[int, Any]:
+            return call(f"{server.url}/v1/completions", {"prompt": [5, 6, 7], "temperature": 0, **fields})
+
+        status, answer = ask(max_tokens=2, logprobs=2, return_token_ids=True)
+        (choice,) = answer["choices"]
+        assert (status, choice["text"], len(choice["token_ids"])) == (200, "", 2)
+        assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
+        assert [len(each) for each in choice["logprobs"]["top_logprobs"]] == [2, 2]
+        # What needs a tokenizer is refused before the request runs.
+        long: dict[str, Any] = {"max_tokens": 1000, "ignore_eos": True, "stream": True}
+        for fields in ({"echo": True}, {"logprobs": 1, "output_token_ids": [9]}):
+            status, answer = ask(**long, **fields)
+            assert (status, answer["error"]["message"]) == (400, "the engine was built without a tokenizer")
+            assert call(f"{server.admin_url}/drain")[1]["num_unfinished"] == 0
+        assert server.terminate() == 0

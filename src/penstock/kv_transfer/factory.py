@@ -129,8 +129,8 @@ def _find(config: KVTransferConfig) -> Connector:
         )
     if path is None and name not in CONNECTORS:
         raise ConfigError(
-            f"unknown kv_connector {name!r}{did_you_mean(name, tuple(CONNECTORS))}: choose one of "
-            f"{', '.join(CONNECTORS)}, or name the module of another one in kv_connector_module_path"
+            f"unknown kv_connector {name!r}{did_you_mean(name, tuple(CONNECTORS))}; for any other one "
+            "kv_connector_module_path must name its module"
         )
     try:
         module = importlib.import_module(path or CONNECTORS[name])

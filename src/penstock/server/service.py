@@ -71,7 +71,7 @@ class Service:
 
     def _admit(self, model: str | None) -> str:
         if self.is_draining:
-            raise OverloadedError("the server is shutting down and accepts no new requests")
+            raise OverloadedError("the server is draining or shutting down, and accepts no new requests")
         return self.check_model(model)
 
     def check_model(self, model: str | None) -> str:

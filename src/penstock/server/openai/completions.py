@@ -47,12 +47,13 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     given: Any = body.prompt if body.prompt_token_ids is None else body.prompt_token_ids
     if not given:
         raise RequestError("prompt must not be empty", "prompt")
-    is_one = isinstance(given, str) or isinstance(given[0], int)
-    return [given] if is_one else list(given)
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
 def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParams:
     n = body.n or 1
+    if body.echo or (body.logprobs is not None and body.output_token_ids):
+        service.llm.get_tokenizer()  # raises now rather than when the answer is written
     if body.best_of not in (None, n):
         raise RequestError(f"best_of must be absent or equal to n={n}: completions are not ranked here", "best_of")
     overrides: dict[str, Any] = {"max_tokens": prompts.max_tokens_of(body), "logprobs": body.logprobs}
@@ -112,9 +113,8 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage()
-        if self._is_prompt_only:
-            return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return {**usage}
+        without_answer = {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return {**usage, **(without_answer if self._is_prompt_only else {})}
 
     def _choice(self, number: int, output: RequestOutput, delta: Delta) -> dict[str, Any]:
         body = self._body
@@ -142,7 +142,7 @@ class _Answer:
             return None
         rows = [] if self._is_prompt_only else delta.logprobs
         token_ids = delta.token_ids[len(delta.token_ids) - len(rows) :]
-        names_ids = bool(self._body.return_tokens_as_token_ids)
+        names_ids = bool(self._body.return_tokens_as_token_ids) or not self._service.llm.has_tokenizer
         new = logprobs.completion_logprobs(rows, token_ids, len(prompt) + delta.offset, num_top, names_ids)
         if not echo:
             return new
