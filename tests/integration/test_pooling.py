@@ -299,6 +299,8 @@ def test_invalid_configurations(mode: str, arguments: dict[str, Any], message: s
     ("file", "content", "message"),
     [
         ("modules.json", "{", "is not valid JSON"),
+        pytest.param("modules.json", "[" * 100_000, "is not valid JSON", id="depth"),
+        pytest.param("modules.json", "1" * 5000, "is not valid JSON", id="digits"),
         ("modules.json", '[{"path": ""}]', "must hold a list of modules with a type each"),
         ("modules.json", '[{"type": "a.Transformer"}]', "lists Transformer; supported"),
         ("modules.json", '[{"type": "a.Transformer"}, {"type": "a.Dense"}]', "lists a module 'Dense'"),

@@ -13,6 +13,8 @@ import torch
 import transformers
 
 from penstock import LLM, AsyncLLM, ConfigError, PoolingParams, RequestError
+from penstock.config.model import load_model_config
+from penstock.config.pooling import find_pooling
 from tests.integration.checkpoints import (
     WRAPPERS,
     make_checkpoint,
@@ -309,6 +311,16 @@ def test_tasks_of_other_models_are_refused(folder: Path, embedder: Path) -> None
 def test_invalid_pooler_configs(given: Any, message: str, reranker: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         make_llm(reranker, pooler_config=given)
+
+
+@pytest.mark.parametrize("added", [5, [5], [{"content": "no"}]], ids=["number", "numbers", "no id"])
+def test_tokens_are_not_found_in_a_damaged_vocabulary(added: Any, tmp_path: Path) -> None:
+    shape = {"vocab_size": 301, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = {**shape, "model_type": "llama", "num_attention_heads": 4, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    with pytest.raises(ConfigError, match="must be two different tokens"):
+        find_pooling("pooling", {"classifier_from_token": ["no", "yes"]}, load_model_config(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,23 @@ def test_help_shows_engine_flags_in_groups_with_their_defaults(capsys: pytest.Ca
             "(see penstock serve --help)",
         ),
         (
+            ["route", "--serve", "http://127.0.0.1:1", "--port", "70000"],
+            "penstock route: argument --port: must be at most 65,535, got 70000 (see penstock route --help)",
+        ),
+        (
+            ["route", "--serve", "http://127.0.0.1:1", "--admin-port", "-1"],
+            "penstock route: argument --admin-port: must be at least 0, got -1 (see penstock route --help)",
+        ),
+        (
+            ["demo-pd", "--port", "65536"],
+            "penstock demo-pd: argument --port: must be at most 65,535, got 65536 (see penstock demo-pd --help)",
+        ),
+        (
+            ["bench", "serve", "--port", "65536"],
+            "penstock bench serve: argument --port: must be at most 65,535, got 65536 (see penstock bench serve "
+            "--help)",
+        ),
+        (
             ["bench", "serve", "--ready-check-timeout-sec", "9" * 400],
             "penstock bench serve: argument --ready-check-timeout-sec: must be a whole number of at most 64 bits, got "
             f"'{'9' * 400}' (see penstock bench serve --help)",

@@ -65,3 +65,19 @@ def test_numbers_out_of_bounds(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(EngineArgs.from_kwargs(**given))
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("~nobody-of-this-name/model", "there is no folder '~nobody-of-this-name/model'"),
+        ("./" + "x" * 5000, "there is no folder './xxx"),
+        ("model\0", "there is no folder 'model\\x00'"),
+        ("model\0.gguf", "model\0.gguf cannot be read"),
+    ],
+    ids=["user", "length", "zero", "zero in a file"],
+)
+def test_a_model_at_an_impossible_path_is_refused_by_name(model: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineArgs(model=model))
+    assert str(caught.value).startswith(message)

@@ -80,6 +80,28 @@ def test_fields_that_are_missing_have_the_values_of_transformers(name: str) -> N
     assert config.layer_windows == windows
 
 
+# A file without them has tensors of other shapes or names, or a shorter context.
+SHOWN_BY_TENSORS = {"kv_lora_rank", "max_position_embeddings", "num_key_value_heads", "q_lora_rank"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_field_that_is_left_out_has_the_value_of_the_family_s_class(name: str) -> None:
+    raw = json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False)) | {"model_type": name, "dtype": "bfloat16"}
+    if name == "deepseek_v2":
+        raw["num_experts_per_tok"] = 6  # the class has none
+    full = parse_model_config(Path("model"), raw, "auto")
+    for field in sorted(raw.keys() - SHOWN_BY_TENSORS - {"model_type", "dtype"}):
+        try:
+            config = parse_model_config(Path("model"), {key: raw[key] for key in raw.keys() - {field}}, "auto")
+        except ConfigError:
+            continue  # which names the field
+        if field == "rope_parameters":
+            # The class's own ones may extend the context.
+            assert name == "ministral3" or config.rope.theta == full.rope.theta
+        else:
+            assert config == full, field
+
+
 def test_the_kinds_of_layers_of_a_gemma_4() -> None:
     """Fields as in Google's files of E2B: the last layer has no window whatever `layer_types` says."""
     text = {"model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 10}
@@ -112,6 +134,8 @@ def test_the_kinds_of_layers_of_a_gemma_4() -> None:
         ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, KVHeads(1, 512)),
         ({"per_layer_config": {"5": {"head_dim": 48}, "7": {"head_dim": 48}}}, KVHeads(2, 48)),
         ({"per_layer_config": {str(layer): {"num_key_value_heads": 4} for layer in (5, 7)}}, KVHeads(4, 24)),
+        # As transformers writes the numbers of layers if there are more than ten.
+        ({"per_layer_config": {"05": {"head_dim": 48}, "07": {"head_dim": 48}}}, KVHeads(2, 48)),
         ({"per_layer_config": {}}, None),
     ],
 )
@@ -416,7 +440,7 @@ def test_an_encoder_s_epsilon() -> None:
         ("lfm2_moe", {"conv_bias": True}, "conv_bias of a lfm2_moe must be False, got True"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 8"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .* 'LLLG'"),
-        ("mistral", {"sliding_window": -1}, "sliding_window must not be negative, got -1"),
+        ("mistral", {"sliding_window": -1}, "sliding_window must be an integer of at least 0, got -1"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention of a gemma3_text must be"),
         ("mistral", {"is_causal": False}, "is_causal of a mistral must be true: only encoders"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping of a gemma3_text must be None"),
@@ -443,12 +467,24 @@ def test_an_encoder_s_epsilon() -> None:
         ),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm of a cohere2 must be False, got True"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv of a olmo2 must be None, got 8.0"),
-        ("gemma2", {"final_logit_softcapping": -30}, "final_logit_softcapping must be a positive number or null"),
+        ("gemma2", {"final_logit_softcapping": -30}, "final_logit_softcapping must be a positive number, got -30"),
+        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps must be a positive number, got -1e-06"),
+        ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number, got inf"),
+        ("lfm2", {"norm_eps": True}, "norm_eps must be a positive number, got True"),
+        ("bert", {"layer_norm_eps": -1}, "layer_norm_eps must be a positive number, got -1"),
+        ("llama", {"rope_theta": -1e4}, "rope_theta must be a positive number, got -10000.0"),
+        ("llama", {"rope_parameters": {"rope_theta": True}}, "rope_theta must be a positive number, got True"),
+        ("granite", {"attention_multiplier": 1e400}, "attention_multiplier must be a positive number, got inf"),
+        ("gemma2", {"query_pre_attn_scalar": -256}, "query_pre_attn_scalar must be a positive number, got -256"),
+        ("mistral", {"sliding_window": True}, "sliding_window must be an integer of at least 0, got True"),
+        ("mistral", {"sliding_window": 64.5}, "sliding_window must be an integer of at least 0, got 64.5"),
+        ("llama", {"architectures": [5]}, r"architectures must be a list of names, got \[5\]"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, got 'LlamaForCaus"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers of 8"),
         ("modernbert", {"hidden_size": 100, "num_attention_heads": 10}, "give a head size of 10"),
         # Divisions by zero.
-        ("granite", {"logits_scaling": 0}, "config.json cannot be used"),
-        ("gemma2", {"query_pre_attn_scalar": 0}, "config.json cannot be used"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number, got 0"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number, got 0"),
         ("smollm3", {"no_rope_layer_interval": 0}, "config.json cannot be used"),
         ("paligemma", {"text_config": SHAPE}, "'paligemma' has a text_config; those whose text part is served are"),
     ],

@@ -506,6 +506,16 @@ def test_a_damaged_file_of_a_hybrid_is_refused(tmp_path: Path) -> None:
         ("granitehybrid", {"ssm__inner_size": "x", "logit_scale": 1.0}, "the fields granitehybrid.* cannot be used"),
         ("nemotron_h", {"feed_forward_length": [1, 2, 3]}, "a field has 3 values for 1 layers"),
         ("gemma4", {}, "lacks the field gemma4.attention.sliding_window_pattern"),
+        (
+            "gemma4",
+            {
+                "block_count": 0,
+                "attention__sliding_window_pattern": [1],
+                "attention__sliding_window": 8,
+                "attention__key_length_swa": 16,
+            },
+            "the fields gemma4.* cannot be used: list index",
+        ),
     ):
         write_hybrid(tmp_path / "a.gguf", {}, architecture, **{"attention__head_count_kv": 2, **changes})
         with pytest.raises(ConfigError, match=message):

@@ -19,6 +19,7 @@ def _is_even(value: int) -> bool:
 class Options:
     name: Annotated[Text, Must("a name")]
     count: Annotated[int, Limits(ge=1, le=8)] = 1
+    steps: Annotated[int, Limits(ge=1)] = 1
     even: Annotated[int, Must("an even number", _is_even)] = 0
     kind: Literal["a", "b"] = "a"
     colour: Annotated[str, one_of("red", "blue")] = "red"
@@ -42,6 +43,7 @@ def test_options_are_converted_to_the_types_of_their_fields() -> None:
         ({"name": "x", "seen": 1}, "unknown key 'seen' in config"),
         ({"name": "x", "count": 9}, "count in config must be an integer from 1 to 8, got 9"),
         ({"name": "x", "count": True}, "count in config must be an integer from 1 to 8, got True"),
+        ({"name": "x", "steps": 0}, "steps in config must be an integer of at least 1, got 0"),
         ({"name": "x", "even": 1}, "even in config must be an even number, got 1"),
         ({"name": "x", "even": "2"}, "even in config must be an even number, got '2'"),
         ({"name": "x", "kind": "c"}, "kind in config must be one of a, b, got 'c'"),

@@ -126,6 +126,10 @@ def plain_search(tokens: list[int], shortest: int, longest: int, count: int) -> 
         ({"method": "mtp", "model": "x", "num_speculative_tokens": 3}, "for no other"),
         ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"4": 5}}, "4"),
         ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"x": 1}}, "'x'"),
+        ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"4": True}}, "True"),
+        # More than a message, or than `int`, can hold.
+        ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"9" * 20: 1}}, "99"),
+        ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"9" * 5000: 1}}, "9"),
         ({"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "gumbel"}, "greedy, probabilistic"),
         ({"method": "ngram", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "method=ngram"),
         ({"method": "mtp", "num_speculative_tokens": 2, "rejection_sample_method": ["x"]}, "standard, synthetic"),
@@ -201,6 +205,7 @@ def test_an_eagle3_head_is_recognised_in_both_layouts(tmp_path: Path) -> None:
         ({"draft_vocab_size": 5000}, "draft_vocab_size must be 1 to 4096, got 5000"),
         ({"draft_vocab_size": "all"}, "draft_vocab_size"),
         ({"norm_before_fc": True}, "norm_before_fc, which is not supported"),
+        ({"transformer_layer_config": [1]}, r"config\.json: transformer_layer_config must be an object, got \[1\]"),
         ({LAYER_IDS: [1, 3, 7]}, f"{LAYER_IDS} .*from 0 to 6"),
         ({LAYER_IDS: [1, 1]}, f"{LAYER_IDS} .*different"),
         ({LAYER_IDS: ["1"]}, LAYER_IDS),

@@ -6,11 +6,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.parser import add_values, count, positive_number, whole_number
+from penstock.cli.parser import add_values, at_most, positive_number, whole_number
 from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.errors import ConfigError
@@ -78,18 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write the report as JSON"
     )
     parser.set_defaults(run=run)
-
-
-def at_most(high: int, low: int = 1) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        value = count(text, low)
-        if value > high:
-            raise argparse.ArgumentTypeError(f"must be at most {high:,}, got {value}")
-        return value
-
-    return parse
 
 
 def seconds(text: str) -> float:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.parser import add_values, count, count_from_zero, number, positive_number, whole_number
+from penstock.cli.parser import add_values, at_most, count, count_from_zero, number, positive_number, whole_number
 from penstock.cli.sampling_args import NUMBERS
 from penstock.loadgen import results
 from penstock.utils.clock import SystemClock
@@ -75,7 +75,7 @@ def _add_server_args(group: Any) -> None:
     )
     group.add_argument("--base-url", metavar="URL", help="the server's address, instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
-    group.add_argument("--port", type=count, default=8000, metavar="N", help="(default: 8000)")
+    group.add_argument("--port", type=at_most(65535), default=8000, metavar="N", help="(default: 8000)")
     group.add_argument("--endpoint", metavar="PATH", help="path of the requests (default: by --backend)")
     group.add_argument("--model", metavar="NAME", help="model to request (default: the first of /v1/models)")
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")

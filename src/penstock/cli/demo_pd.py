@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 
 from penstock.cli.dataclass_args import add_model_argument
+from penstock.cli.parser import port
 from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.clock import SystemClock
@@ -31,7 +32,7 @@ _START_SECONDS = 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock demo-pd [MODEL] [flags]"
     add_model_argument(parser, "a checkpoint folder or a Hugging Face model id (default: the built-in model)")
-    parser.add_argument("--port", type=int, default=8000, help="the router's port on 127.0.0.1 (default: 8000)")
+    parser.add_argument("--port", type=port, default=8000, help="the router's port on 127.0.0.1 (default: 8000)")
     parser.add_argument(
         "--style",
         choices=_STYLES,

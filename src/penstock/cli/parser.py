@@ -151,6 +151,21 @@ def count_from_zero(text: str) -> int:
     return count(text, low=0)
 
 
+def at_most(high: int, low: int = 1) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if (value := count(text, low)) > high:
+            raise argparse.ArgumentTypeError(f"must be at most {high:,}, got {value}")
+        return value
+
+    return parse
+
+
+# 0 means a free one. The event loop would take the lowest 16 bits of a larger number.
+port = at_most(65535, low=0)
+
+
 def describe_default(value: Any, *, is_size: bool = False) -> str:
     """Returns the default to append to a flag's help: nothing if the help already describes the default."""
     return "" if value is None else f" (default: {format_size(value) if is_size else value})"

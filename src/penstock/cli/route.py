@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from penstock.cli.parser import add_values, count, count_from_zero, number, whole_number
+from penstock.cli.parser import add_values, count, count_from_zero, number, port
 from penstock.cli.startup import announce
 from penstock.config import env
 from penstock.utils.errors import ConfigError
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add_values(
         address,
-        ("--port", whole_number, 8000, "N", "0: a free port (default: 8000)"),
-        ("--admin-port", whole_number, None, "N", "loopback port for administration and the status page"),
+        ("--port", port, 8000, "N", "0: a free port (default: 8000)"),
+        ("--admin-port", port, None, "N", "loopback port for administration and the status page"),
     )
     address.add_argument(
         "--allow-unauthenticated",

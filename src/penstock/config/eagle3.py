@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.model import ModelConfig, parse_model_config, read_json, read_model_json
+from penstock.config.options import read_object
 from penstock.utils.errors import ConfigError
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -45,7 +46,8 @@ def load_eagle3_config(path: Path, target: ModelConfig) -> Eagle3Config:
     """Reads `path/config.json`. Raises ConfigError naming the field that is invalid, or does not fit the target."""
     raw = read_model_json(path)
     file = path / "config.json"
-    shape = parse_model_config(path, raw.get(_NESTED) or raw, target.dtype).with_kv_cache(target.kv_cache_dtype)
+    of_layer = read_object(f"{file}: {_NESTED}", raw.get(_NESTED) or raw)
+    shape = parse_model_config(path, dict(of_layer), target.dtype).with_kv_cache(target.kv_cache_dtype)
     for name in _VARIANTS:
         if raw.get(name):
             raise ConfigError(f"{file} sets {name}, which is not supported")

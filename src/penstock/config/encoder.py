@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.fields import read_count
+from penstock.config.fields import read_count, read_number
 from penstock.utils.errors import ConfigError
 
 _MODEL_TYPES = ("bert", "roberta", "xlm-roberta")
@@ -45,7 +45,7 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
             num_positions=read_count(raw, "max_position_embeddings"),
             first_position=0,
             num_token_types=1,
-            layer_norm_eps=float(raw["norm_eps"]),
+            layer_norm_eps=read_number(raw, "norm_eps"),
             has_tanh_gelu=False,
             has_gated_layers=True,
         )
@@ -68,7 +68,7 @@ def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
         num_positions=read_count(raw, "max_position_embeddings", 512, least=first + 2),
         first_position=first,
         num_token_types=read_count(raw, "type_vocab_size", 2),
-        layer_norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
+        layer_norm_eps=read_number(raw, "layer_norm_eps", 1e-12),
         has_tanh_gelu=_IS_TANH_OF_ACTIVATION[activation],
     )
 

@@ -7,11 +7,11 @@ knows which model types have experts, and how their fields are named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config.families import read_activation
-from penstock.config.fields import read_count
+from penstock.config.fields import read_count, read_number
 from penstock.config.nemotron import EXPERTS
 from penstock.utils.errors import ConfigError
 
@@ -97,15 +97,8 @@ def _read_mixtral(raw: Mapping[str, Any]) -> ExpertsConfig:
 def _read_granite(raw: Mapping[str, Any]) -> ExpertsConfig | None:
     if raw["num_local_experts"] == 0:
         return None
-    return ExpertsConfig(
-        num_experts=_num_experts(raw),
-        top_k=read_count(raw, "num_experts_per_tok", 2),
-        intermediate_size=read_count(raw, "intermediate_size"),
-        sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
-        scores=TOP_K_SOFTMAX,
-        renormalizes=False,
-        shared_intermediate_size=read_count(raw, "shared_intermediate_size"),
-    )
+    shared = read_count(raw, "shared_intermediate_size")
+    return replace(_read_mixtral(raw), scores=TOP_K_SOFTMAX, renormalizes=False, shared_intermediate_size=shared)
 
 
 def _read_lfm2(raw: Mapping[str, Any]) -> ExpertsConfig:
@@ -117,7 +110,7 @@ def _read_lfm2(raw: Mapping[str, Any]) -> ExpertsConfig:
         sparse_layers=tuple(layer >= num_dense for layer in range(read_count(raw, "num_hidden_layers"))),
         scores=SIGMOID,
         renormalizes=bool(raw.get("norm_topk_prob", True)),
-        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        scaling=read_number(raw, "routed_scaling_factor", 1.0),
         least_sum=1e-6,
         has_correction_bias=bool(raw.get("use_expert_bias", True)),
     )
@@ -127,11 +120,9 @@ def _read_gpt_oss(raw: Mapping[str, Any]) -> ExpertsConfig:
     for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if raw.get(name, known) != known:
             raise ConfigError(f"{name} must be {known}, got {raw[name]!r}")
-    return ExpertsConfig(
-        num_experts=_num_experts(raw),
+    return replace(
+        _read_mixtral(raw),
         top_k=read_count(raw, "num_experts_per_tok", 4),
-        intermediate_size=read_count(raw, "intermediate_size"),
-        sparse_layers=(True,) * read_count(raw, "num_hidden_layers"),
         scores=TOP_K_SOFTMAX,
         renormalizes=False,
         has_router_bias=True,
@@ -172,7 +163,7 @@ def _read_deepseek(raw: Mapping[str, Any]) -> ExpertsConfig:
         num_groups=read_count(raw, "n_group", 1) if has_groups else 1,
         top_groups=read_count(raw, "topk_group", 1) if has_groups else 1,
         group_score=BEST if is_v2 else TWO_BEST,
-        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        scaling=read_number(raw, "routed_scaling_factor", 1.0),
         has_correction_bias=not is_v2,
         shared_intermediate_size=intermediate * read_count(raw, "n_shared_experts", 0, least=0),
     )
@@ -192,7 +183,7 @@ def _read_nemotron(raw: Mapping[str, Any]) -> ExpertsConfig | None:
         num_groups=read_count(raw, "n_group", 1),
         top_groups=read_count(raw, "topk_group", 1),
         group_score=TWO_BEST,
-        scaling=float(raw.get("routed_scaling_factor") or 1.0),
+        scaling=read_number(raw, "routed_scaling_factor", 1.0),
         has_correction_bias=True,
         shared_intermediate_size=read_count(raw, "moe_shared_expert_intermediate_size"),
         activation=read_activation(raw),
@@ -207,8 +198,9 @@ def _deepseek_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
         if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
             raise ConfigError(f"mlp_layer_types must say dense or sparse for {num_layers} layers, got {kinds!r}")
         return tuple(kind == "sparse" for kind in kinds)
-    # GLM's configuration class has one dense layer where nothing is said.
-    first = read_count(raw, "first_k_dense_replace", 1 if raw["model_type"] == "glm4_moe_lite" else 0, least=0)
+    # What the configuration classes have where nothing is said.
+    num_dense = {"deepseek_v3": 3, "glm4_moe_lite": 1}.get(raw["model_type"], 0)
+    first = read_count(raw, "first_k_dense_replace", num_dense, least=0)
     step = read_count(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.fields import read_count
+from penstock.config.fields import read_count, read_number
 from penstock.config.layer_heads import GEMMA4
 from penstock.config.nemotron import NEMOTRON, nemotron_fields
 from penstock.config.recurrent import LINEAR, recurrent_kind, recurrent_layer_types
@@ -42,7 +42,6 @@ _GEMMA4: dict[str, Any] = {
     },
 }
 _SPARSE_QWEN: dict[str, Any] = {
-    "rope_theta": 1e7,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
     "intermediate_size": 512,
@@ -56,7 +55,7 @@ _GRANITE: dict[str, Any] = dict.fromkeys(_MULTIPLIERS, 1.0)
 _LFM2: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "tie_word_embeddings": True}
 _QWEN2_VL: dict[str, Any] = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    **{name: {"rms_norm_eps": 1e-5} for name in ("glm4_moe_lite", "mixtral", "olmo2", "phi3")},
+    **{name: {"rms_norm_eps": 1e-5} for name in ("olmo2", "phi3")},
     "cohere2": {
         "tie_word_embeddings": True,
         "layer_norm_eps": 1e-5,
@@ -64,6 +63,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
+    "deepseek_v2": {"n_shared_experts": 2},
+    "deepseek_v3": {"n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     "exaone4": {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     "gemma2": {
         **_GEMMA,
@@ -83,6 +84,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
     "gemma4_unified_text": {**_GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024},
     "glm4": {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8},
     "gpt_oss": {
         "attention_bias": True,
         "head_dim": 64,
@@ -96,6 +98,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2": {**_LFM2, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
     "lfm2_moe": {**_LFM2, "num_dense_layers": 2, "num_experts_per_tok": 4},
     "mistral": {"sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "ministral3": {"rms_norm_eps": 1e-5, "head_dim": 128},
     "modernbert": {
         "vocab_size": 50368,
@@ -125,15 +128,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _QWEN2_VL),
     "qwen3_vl_text": {"rope_theta": 5e5},
-    "qwen3_5_text": {"rope_theta": 1e7, "head_dim": 256, "partial_rotary_factor": 0.25},
+    "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "qwen3_5_moe_text": _SPARSE_QWEN,
-    "qwen3_next": {**_SPARSE_QWEN, "intermediate_size": 5632},
+    "qwen3_next": {**_SPARSE_QWEN, "intermediate_size": 5632, "num_experts_per_tok": 10},
     "smollm3": {
         "rope_theta": 2e6,
         "use_sliding_window": False,
         "no_rope_layer_interval": 4,
         "tie_word_embeddings": True,
     },
+    "youtu": {"tie_word_embeddings": True},
 }
 # Families in which only layers that are not a multiple of the pattern have a window.
 _WITH_PATTERN = tuple(name for name, fields in _DEFAULTS.items() if "sliding_window_pattern" in fields)
@@ -312,26 +316,19 @@ def read_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[str, ...]
 
 
 def read_window(raw: Mapping[str, Any]) -> int:
-    """Returns how many tokens a layer with a window sees, 0 if no layer has one. Raises ConfigError if negative.
+    """Returns how many tokens a layer with a window sees, 0 if no layer has one. Raises ConfigError for another number.
 
     An encoder's layer sees as many in both directions, of which the token itself is one.
     """
     if raw["model_type"] == "modernbert":
         return read_count(raw, "local_attention") // 2 + 1
-    window = int(raw.get("sliding_window") or 0)
-    if window < 0:
-        raise ConfigError(f"sliding_window must not be negative, got {window}")
+    window = read_count(raw, "sliding_window", 0, least=0)
     return window if raw.get("use_sliding_window", raw["model_type"] not in _WITHOUT_DEFAULT_WINDOW) else 0
 
 
 def read_soft_cap(raw: Mapping[str, Any], name: str) -> float:
     """Returns the limit of scores or logits; 0 if there is none. Raises ConfigError for another number."""
-    value = raw.get(name)
-    if value is None:
-        return 0.0
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a positive number or null, got {value!r}")
-    return float(value)
+    return 0.0 if raw.get(name) is None else read_number(raw, name)
 
 
 def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> MultipliersConfig:
@@ -339,23 +336,20 @@ def read_multipliers(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Multipl
     model_type = raw["model_type"]
     if model_type in ("granite", "granitemoehybrid"):
         return MultipliersConfig(
-            embedding=float(raw["embedding_multiplier"]),
-            residual=float(raw["residual_multiplier"]),
-            attention=float(raw["attention_multiplier"]),
-            logits=1 / float(raw["logits_scaling"]),
+            embedding=read_number(raw, "embedding_multiplier"),
+            residual=read_number(raw, "residual_multiplier"),
+            attention=read_number(raw, "attention_multiplier"),
+            logits=1 / read_number(raw, "logits_scaling"),
         )
-    if model_type in ("gemma2", "gemma3_text"):
+    if model_type in ("gemma2", "gemma3_text", *GEMMA4):
         return MultipliersConfig(
             embedding=math.sqrt(raw["hidden_size"]),
-            attention=float(raw["query_pre_attn_scalar"]) ** -0.5,
+            attention=1.0 if model_type in GEMMA4 else read_number(raw, "query_pre_attn_scalar") ** -0.5,
             logits_cap=read_soft_cap(raw, "final_logit_softcapping"),
         )
-    if model_type in GEMMA4:
-        cap = read_soft_cap(raw, "final_logit_softcapping")
-        return MultipliersConfig(embedding=math.sqrt(raw["hidden_size"]), attention=1.0, logits_cap=cap)
     if model_type == "cohere2":
-        return MultipliersConfig(logits=float(raw["logit_scale"]))
+        return MultipliersConfig(logits=read_number(raw, "logit_scale"))
     if model_type == "ministral3" and rope.get("llama_4_scaling_beta"):
         context = read_count(rope, "original_max_position_embeddings")
-        return MultipliersConfig(query_beta=float(rope["llama_4_scaling_beta"]), query_context=context)
+        return MultipliersConfig(query_beta=read_number(rope, "llama_4_scaling_beta"), query_context=context)
     return NO_MULTIPLIERS

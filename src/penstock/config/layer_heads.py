@@ -37,15 +37,17 @@ def read_full_heads(raw: Mapping[str, Any], layer_types: tuple[str, ...], others
     """
     if raw["model_type"] not in GEMMA4:
         return None
-    given: dict[str, dict[str, Any]] | None = raw.get("per_layer_config")
+    given: Mapping[Any, dict[str, Any]] | None = raw.get("per_layer_config")
     if given is None:
         fields = {"head_dim": read_count(raw, "global_head_dim", 512)}
         if raw["attention_k_eq_v"] and raw.get("num_global_key_value_heads") is not None:
             fields["num_key_value_heads"] = raw["num_global_key_value_heads"]
-        given = {str(layer): fields for layer, kind in enumerate(layer_types) if kind == FULL}
+        given = {layer: fields for layer, kind in enumerate(layer_types) if kind == FULL}
+    # transformers pads the numbers of layers with zeros.
+    by_layer = {int(layer): fields for layer, fields in given.items()}
     by_kind: dict[str, set[KVHeads]] = {}
     for layer, kind in enumerate(layer_types):
-        fields = given.get(str(layer), {})
+        fields = by_layer.get(layer, {})
         unknown = sorted(fields.keys() - {"head_dim", "num_key_value_heads"})
         if unknown:
             raise ConfigError(f"per_layer_config: layer {layer} has {', '.join(unknown)}, which Penstock does not read")

@@ -28,7 +28,7 @@ from penstock.config.families import (
     text_part,
     with_defaults,
 )
-from penstock.config.fields import read_count
+from penstock.config.fields import read_count, read_number
 from penstock.config.latent import LatentConfig, read_latent
 from penstock.config.layer_heads import KVHeads, PerLayerInputs, read_full_heads, read_kv_sources, read_per_layer_inputs
 from penstock.config.nemotron import FEED_FORWARD
@@ -167,8 +167,11 @@ def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConf
     """Returns the shape in `raw`, read from `path/config.json`. Raises ConfigError as `load_model_config` does."""
     file = path / "config.json"
     text = text_part(raw)
+    names: Any = text.get("architectures") or [""]
     if not isinstance(text.get("model_type"), str):
         raise ConfigError(f"{file} names no model_type")
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ConfigError(f"{file}: architectures must be a list of names, got {names!r}")
     try:
         config = _parse(path, with_defaults(text), dtype)
         return config if text.get("model_type") == raw.get("model_type") else replace(config, wrapper=raw["model_type"])
@@ -316,4 +319,5 @@ def _read_epsilon(raw: Mapping[str, Any], encoder: EncoderConfig | None) -> floa
     """Returns the epsilon of the norms, which families spell differently."""
     if encoder is not None:
         return encoder.layer_norm_eps
-    return float(raw.get("rms_norm_eps") or raw.get("layer_norm_eps") or raw.get("norm_eps") or 1e-6)
+    names = (name for name in ("layer_norm_eps", "norm_eps") if raw.get("rms_norm_eps") is None)
+    return read_number(raw, next((name for name in names if raw.get(name) is not None), "rms_norm_eps"), 1e-6)

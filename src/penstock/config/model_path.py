@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from penstock.utils.errors import ConfigError
@@ -24,8 +25,9 @@ def resolve_model_path(model: str, revision: str | None = None, needs_tokenizer:
     """
     if model in _BUILT_IN:
         return _BUILT_IN[model]
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    # Not pathlib, which raises for an unknown user and for a name that is too long.
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):
         return folder
     if folder.suffix == ".gguf":
         # Imported here: the help text needs no numpy.

@@ -119,7 +119,8 @@ def _wanted(hint: Any) -> str:
         return must.be
     for limits in _extras(hint, Limits):
         if limits.ge is not None:
-            return f"an integer from {limits.ge} to {limits.le}"
+            bound = f"of at least {limits.ge}" if limits.le is None else f"from {limits.ge} to {limits.le}"
+            return f"an integer {bound}"
     plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if isinstance(plain, types.UnionType):
         return _wanted(typing.get_args(plain)[0])

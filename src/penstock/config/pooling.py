@@ -219,12 +219,13 @@ def _token_ids(model: ModelConfig, tokens: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
+def _read_vocabulary(path: Path) -> dict[str, Any]:
     """Returns spelling -> id of the tokens that `tokenizer.json` lists one by one."""
     raw = read_json(path / "tokenizer.json") or {}
     vocabulary = _object(_object(raw.get("model")).get("vocab"))
-    added: list[Any] = raw.get("added_tokens") or []
-    return vocabulary | {token["content"]: token["id"] for token in added}
+    added: Any = raw.get("added_tokens")
+    tokens = [_object(token) for token in added] if isinstance(added, list) else []  # pyright: ignore[reportUnknownVariableType]
+    return vocabulary | {str(token.get("content")): token.get("id") for token in tokens}
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.config.fields import read_number
 from penstock.utils.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -104,7 +105,7 @@ def _rope(raw: Mapping[str, Any], parameters: dict[str, Any]) -> RopeConfig:
     rope_type = LONGROPE if "long_factor" in parameters else _ALIASES.get(named, named)
     if rope_type == LONGROPE:
         parameters = _longrope(raw, parameters)
-    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters)
+    return RopeConfig(theta=read_number({"rope_theta": theta}, "rope_theta"), rope_type=rope_type, scaling=parameters)
 
 
 def _longrope(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def read_modules(path: Path) -> Modules | None:
         return Modules(method, normalize=True) if method in METHODS else None
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     modules: list[Any] = found if isinstance(found, list) else [None]  # pyright: ignore[reportUnknownVariableType]
     if not all(isinstance(module, dict) and isinstance(module.get("type"), str) for module in modules):  # pyright: ignore[reportUnknownMemberType]

@@ -8,6 +8,7 @@ drafts are chosen and verified.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,7 +127,7 @@ def _parse_table(table: Any, count: int) -> tuple[tuple[int, int], ...]:
     entries: Mapping[Any, Any] = table  # pyright: ignore[reportUnknownVariableType]
     pairs: list[tuple[int, int]] = []
     for limit, drafts in entries.items():
-        if not str(limit).isdecimal() or not isinstance(drafts, int) or not 0 <= drafts <= count:
+        if not re.fullmatch("[0-9]{1,9}", str(limit)) or type(drafts) is not int or not 0 <= drafts <= count:
             raise ConfigError(
                 f"{name} must map batch sizes to 0 to num_speculative_tokens={count} drafts, got {limit!r}: {drafts!r}"
             )

@@ -137,7 +137,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     try:
         common = _common(file, family, fields, embedding.shape[0])
         return common | family.fields(fields) | family.tensor_fields(file, fields)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ConfigError(f"{file.path}: the fields {prefix}* cannot be used: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{file.path} lacks the field {prefix}{error.args[0]}") from None

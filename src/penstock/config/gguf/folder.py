@@ -35,7 +35,7 @@ def unpack_gguf(file: Path, needs_tokenizer: bool = True) -> Path:
     paths = part_paths(Path(os.path.abspath(file)))
     try:
         facts = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     name = hashlib.sha256(" ".join((str(_VERSION), *facts)).encode()).hexdigest()[:32]
     folder = env.cache_folder() / "gguf" / name
