@@ -30,7 +30,7 @@ LENGTHS, COUNTS = [20, 9], [3, 9]
 @pytest.mark.parametrize("value", [-1.0, 0, "50", True, float("inf")])
 def test_impossible_soft_caps_are_refused(tmp_path: Path, value: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**RAW, "attn_logit_softcapping": value}))
-    with pytest.raises(ConfigError, match="attn_logit_softcapping must be a positive number or null, got"):
+    with pytest.raises(ConfigError, match="attn_logit_softcapping must be a positive number, got"):
         load_model_config(tmp_path)
 
 
