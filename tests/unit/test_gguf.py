@@ -427,6 +427,26 @@ def test_byte_pairs_divide_words_as_the_family_does(tmp_path: Path) -> None:
     assert (found["qwen35"], found["lfm2"]) == (found["qwen2"], found["llama-bpe"])
 
 
+def test_a_conversation_with_tools_has_its_own_template(tmp_path: Path) -> None:
+    """Files of Hermes have one."""
+    tokens = [*BYTES, "ab"]
+    vocabulary = {
+        "tokenizer__ggml__model": "gpt2",
+        "tokenizer__ggml__pre": "llama-bpe",
+        "tokenizer__ggml__tokens": tokens,
+        "tokenizer__ggml__token_type": [1] * len(tokens),
+        "tokenizer__ggml__merges": ["a b"],
+        "tokenizer__chat_template": "{{ messages[0].content }}",
+        "tokenizer__chat_template__tool_use": "{{ tools[0].name }}",
+    }
+    file = tmp_path / "tools.gguf"
+    write(file, embedding(len(tokens)), **SHAPE, **vocabulary)
+    tokenizer = Tokenizer(unpack_gguf(file), len(tokens))
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.render_chat(messages) == "a"
+    assert tokenizer.render_chat(messages, tools=[{"name": "b"}]) == "b"
+
+
 def test_the_pieces_of_gemma_4_have_a_list_of_merges(tmp_path: Path) -> None:
     space = "\u2581"
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", "<bos>", *"abc\n", space, "ab", "bc", f"{space}a"]

@@ -24,7 +24,7 @@ from penstock.utils.errors import ConfigError
 _LINK = "unpacked.gguf"
 _TOKENIZER = "tokenizer.json"
 # Changes when what is written changes, so that no older folder is used.
-_VERSION = 7
+_VERSION = 8
 
 
 def unpack_gguf(file: Path, needs_tokenizer: bool = True) -> Path:

@@ -22,6 +22,8 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|observation|>")
 # gpt-oss has these, and "<|end|>" between the messages of an answer.
 _HARMONY = {"<|return|>", "<|call|>"}
+# The chat templates by the names that `tokenizer_config.json` gives them.
+_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 _RENAMED = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 # Tokens of Phi-3 that leave the spaces after them.
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
@@ -39,8 +41,7 @@ _BY_DIGIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_WORDS
 _BY_DIGIT_WITH_MARKS = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _by_case(contractions: str, numbers: str) -> str:
@@ -73,7 +74,6 @@ class _Words:
     takes_whole: bool = False
 
 
-_SINGLE_DIGITS = _Words((r"\p{N}",), is_gpt2=True)
 # tokenizer.ggml.pre -> the words.
 _WORDS = {
     # smaug-bpe: SmolLM3.
@@ -87,8 +87,8 @@ _WORDS = {
     "tekken": _Words((_by_case("", r"\p{N}"),), takes_whole=True),  # Mistral
     "gpt-2": _Words(is_gpt2=True),
     "exaone4": _Words(is_gpt2=True),
-    "refact": _SINGLE_DIGITS,  # Granite 3
-    "smollm": _SINGLE_DIGITS,
+    # refact: Granite 3.
+    **dict.fromkeys(("refact", "smollm"), _Words((r"\p{N}",), is_gpt2=True)),
     "command-r": _Words((r"\p{N}",), is_gpt2=True, is_normalized=True),
     "deepseek-llm": _Words(
         (
@@ -128,7 +128,7 @@ def read_tokenizer(file: GGUFFile) -> dict[str, Any]:
 
 
 def read_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """Returns the contents of `tokenizer_config.json`: the chat template, and the special tokens by name."""
+    """Returns the contents of `tokenizer_config.json`: the chat templates, and the special tokens by name."""
     tokens = _tokens(file)
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     config: dict[str, Any] = {"add_eos_token": file.metadata.get("tokenizer.ggml.add_eos_token") is True}
@@ -136,8 +136,9 @@ def read_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         number = file.metadata.get(f"tokenizer.ggml.{stored}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             config[name] = tokens[number]
-    template = file.metadata.get("tokenizer.chat_template")
-    return config | ({"chat_template": template} if isinstance(template, str) else {})
+    stored = ((name, file.metadata.get(key)) for name, key in _TEMPLATES.items())
+    templates = [{"name": name, "template": text} for name, text in stored if isinstance(text, str)]
+    return config | ({"chat_template": templates} if templates else {})
 
 
 def read_sampling(file: GGUFFile) -> dict[str, Any]:
