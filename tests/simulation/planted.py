@@ -241,9 +241,9 @@ def _free_running_loads(original: Original, self: Any, request: Any) -> None:
             self._kv.unpin(name)
 
 
-def _forget_load(original: Original, self: Any, request: Any, hit: Any) -> Any:
+def _forget_load(original: Original, self: Any, request: Any, *others: Any) -> Any:
     request.num_loaded_tokens = 0
-    return original(self, request, hit)
+    return original(self, request, *others)
 
 
 def _end_detached(original: Original, self: Any, event: Any) -> Any:

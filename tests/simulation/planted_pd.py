@@ -218,7 +218,7 @@ PD_BUGS = (
     ),
     bug(
         "a read is not cancelled in the step that begins it",
-        "pd_stopped",
+        "pd_late_bytes",
         sets(f"{_WORKER}._make_read", "_metadata", lambda self: msgspec.structs.replace(self._metadata, cancelled=())),
     ),
     bug(

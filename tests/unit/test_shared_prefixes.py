@@ -230,6 +230,25 @@ def test_loads_leave_blocks_for_requests_that_run() -> None:
     assert list(engine.connector.loads) == ["loads 0", "loads 1", "loads 2"], "not in the order of arrival"
 
 
+def test_loads_leave_places_for_requests_that_load_nothing() -> None:
+    """A peer that hangs would hold them for as long as a load may take."""
+    engine = make_engine(config=replace(CONFIG, max_num_seqs=2))
+    for number in range(3):
+        engine.add(f"loads {number}", is_remote=True, prompt=range(20 * number, 20 * number + 13))
+    engine.add("here", is_remote=False, prompt=range(100, 113))
+    assert engine.step() == {"here": 13}
+    assert list(engine.connector.loads) == ["loads 0", "loads 1"]
+    before = engine.connector.num_lookups
+    engine.end_load("loads 0")
+    assert engine.step() == {"here": 1}
+    assert engine.step() == {"here": 1, "loads 0": 1}
+    assert engine.connector.num_lookups == before + 1, "the one that waits for a place was looked at"
+    engine.scheduler.abort_requests(["here", "loads 0"])
+    engine.clock.advance(TIMEOUT - 1)
+    engine.step()
+    assert list(engine.connector.loads) == ["loads 0", "loads 1", "loads 2"]
+
+
 def test_requests_that_wait_for_the_end_of_a_load_are_not_looked_at_before() -> None:
     engine = make_engine(num_blocks=12)
     for number in range(200):

@@ -137,9 +137,9 @@ class RemoteKV:
         """Called before the waiting requests are looked at."""
         self._num_rounds += 1
 
-    def has_turn(self, request: Request) -> bool:
-        """Returns whether to look at a waiting request in this round: not while its KV is being loaded, or transfers
-        pin the blocks that it needs or might load into.
+    def has_turn(self, request: Request, has_place: bool) -> bool:
+        """Returns whether to look at a waiting request in this round: not while its KV is being loaded, or it waits for
+        loads of others, or transfers pin the blocks that it needs or might load into.
 
         Requests whose match was pending take turns if there are many. The number of turns is a power of two, so that
         each of them has its turn in time even while the number changes.
@@ -148,16 +148,16 @@ class RemoteKV:
         if starves or request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             return False
         if request.waits_for_loads:
-            return not (self._exceeds(self._awaited, MAX_AWAITED) and self._is_patient(request))
+            return has_place and not (self._exceeds(self._awaited, MAX_AWAITED) and self._is_patient(request))
         num_turns = 1 << (len(self._asked_since) // _MAX_PENDING).bit_length()
-        return (
-            request.request_id not in self._asked_since or (self._num_rounds + request.arrival_index) % num_turns == 0
-        )
+        is_new = request.request_id not in self._asked_since
+        return is_new or (self._num_rounds + request.arrival_index) % num_turns == 0
 
-    def match(self, request: Request, hit: PrefixHit) -> Match:
+    def match(self, request: Request, hit: PrefixHit, has_place: bool = True) -> Match:
         """Returns what the connector can load after a hit; nothing if the request has waited or failed too often.
 
-        Raises RequestFailedError.
+        `has_place`: the running requests and those that wait for their KV leave a place for one that loads. Without it,
+        and while those that wait hold too many blocks, the request waits too. Raises RequestFailedError.
         """
         if hit.num_tokens < request.num_loaded_tokens:
             # What was loaded is gone, and has brought no token. That is a failure: while the request loads again, those
@@ -180,9 +180,9 @@ class RemoteKV:
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size
         num_tokens = min(match.num_tokens, request.num_tokens - 1 - hit.num_tokens) // block_size * block_size
-        if num_tokens > 0 and match.is_async and self._exceeds(self._awaited, MAX_AWAITED):
+        if num_tokens > 0 and match.is_async and (not has_place or self._exceeds(self._awaited, MAX_AWAITED)):
             # An answer that has begun does not wait.
-            request.waits_for_loads = not request.num_output_tokens and self._is_patient(request)
+            request.waits_for_loads = not request.num_output_tokens and (not has_place or self._is_patient(request))
             return PENDING if request.waits_for_loads else NO_MATCH
         if num_tokens > 0 and match.is_async and self._waits_for_same_load(request, hit):
             return PENDING
@@ -351,12 +351,10 @@ class RemoteKV:
 
     def give_up_overdue(self) -> Iterator[tuple[Request, str]]:
         """Detaches requests from loads that have missed their deadline. Yields them, and why; none loads again."""
-        now = self._clock.now()
-        for load in self._waiting_loads:
+        now, waiting = self._clock.now(), self._waiting_loads
+        for load in waiting:
             load.num_checks += 1
-        for request in [
-            each.request for each in self._waiting_loads if each.deadline <= now and each.num_checks > _LEAST_CHECKS
-        ]:
+        for request in [each.request for each in waiting if each.deadline <= now and each.num_checks > _LEAST_CHECKS]:
             self._num_timeouts += 1
             self.detach(request)
             self._kv.release(request, fence=0)

@@ -271,7 +271,7 @@ class Scheduler:
 
     def _has_room(self, batch: int) -> bool:
         """Returns whether a step of this micro-batch may admit a request."""
-        num_places = self._config.max_num_seqs - len(self._running) - self._remote.num_waiting
+        num_places = self._config.max_num_seqs - len(self._running)
         num_waiting = len(self._waiting) - self._remote.num_waiting - self._grammars.num_compiling
         return num_places > 0 and self._running.has_room(batch, min(num_waiting, num_places))
 
@@ -283,7 +283,9 @@ class Scheduler:
             index += 1
             if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
-            may_run = not self._grammars.is_compiling(request.request_id) and self._remote.has_turn(request)
+            # Those that wait for their KV take no place from those that load nothing, as their peer may hang.
+            has_place = len(self._running) + self._remote.num_waiting < self._config.max_num_seqs
+            may_run = not self._grammars.is_compiling(request.request_id) and self._remote.has_turn(request, has_place)
             if not may_run or not self.adapters.has_room(request, plan):
                 continue
             hit = self._kv.find_prefix(request)
@@ -294,7 +296,7 @@ class Scheduler:
                     return
                 continue
             try:
-                match = self._remote.match(request, hit)
+                match = self._remote.match(request, hit, has_place)
                 if match.is_pending:
                     continue  # A tier may take seconds: the requests behind this one are not delayed.
                 if not self._admit(request, hit, match, plan, batch):
