@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from penstock.attention.triton import TritonAttention
 from penstock.kernels.paged_attention import paged_attention_reference
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv_reference
 from penstock.kernels.triton.attention.launcher import decode_attention_fused
@@ -24,6 +25,7 @@ from penstock.kernels.triton.capabilities import Capabilities
 from penstock.utils.errors import ConfigError
 from tests.grids import graded_grid, grid
 from tests.kernels.triton_attention_cases import DEVICE, Batch, Part, Sequence
+from tests.unit import attention_cases
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -383,6 +385,21 @@ class TestPlanner:
             (512, 32, 1),
         ]
         assert isinstance(planner.plan(1, 5, 256).tile, PrefillTile)
+
+    def test_prefills_of_any_lengths_share_a_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A backend keeps its plans: one for each length of a prompt would take more memory with every step."""
+        planned: list[tuple[int, int, int]] = []
+        plan = AttentionPlanner.plan
+
+        def count(planner: AttentionPlanner, *sizes: int) -> AttentionPlan:
+            planned.append((sizes[0], sizes[1], sizes[2]))
+            return plan(planner, *sizes)
+
+        monkeypatch.setattr(AttentionPlanner, "plan", count)
+        backend = TritonAttention(AttentionLimits(8, attention_cases.MAX_MODEL_LEN, 4), torch.device(DEVICE))
+        for lengths in ([5], [6], [31], [5, 2], [9, 7]):
+            attention_cases.Case.random(lengths, lengths, (2, 1), 16, device=DEVICE).run(backend)
+        assert planned == [(1, 5, 1024), (2, 5, 1024)]
 
     def test_a_deterministic_engine_has_one_tile(self) -> None:
         planner = AttentionPlanner(self.SHAPE, AttentionLimits(64, 16384, 4), "cpu", deterministic=True)

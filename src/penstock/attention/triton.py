@@ -86,7 +86,8 @@ class TritonAttention:
             )
             planned = self._shapes[shape] = _Planned(planner)
         longest = self.graph_contexts[bisect.bisect_left(self.graph_contexts, metadata.max_seq_len)]
-        key = (metadata.seq_lens.shape[0], metadata.max_query_len, longest)
+        # Queries of a prefill share a plan whatever their number, so that plans do not accumulate.
+        key = (len(metadata.seq_lens), min(metadata.max_query_len, self._limits.max_decode_query_len + 1), longest)
         plan = planned.plans.get(key)
         if plan is None:
             plan = planned.plans[key] = planned.planner.plan(*key)
