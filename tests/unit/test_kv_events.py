@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
+from penstock.config.engine import EngineArgs, resolve
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
+from penstock.config.replicas import core_plans
 from penstock.core.block_hash import root_hash
 from penstock.engine import kv_events
 from penstock.engine.core_messages import CODEC
@@ -396,9 +398,9 @@ def test_overload_drops_the_oldest_batches_and_leaves_a_gap_in_the_numbers(
     first = int.from_bytes(replay(connect, publisher, 0)[-1][1], "big") + 1
     is_free = threading.Event()
 
-    def slow(timestamp: float, batch: Sequence[KVEvent]) -> bytes:
+    def slow(timestamp: float, batch: Sequence[KVEvent], dp_rank: int) -> bytes:
         assert is_free.wait(20)
-        return encode_batch(timestamp, batch)
+        return encode_batch(timestamp, batch, dp_rank)
 
     monkeypatch.setattr(kv_events, "encode_batch", slow)
     publisher.publish((removed(0),))
@@ -421,6 +423,18 @@ def test_shutdown_sends_queued_batches_and_is_idempotent(connect: Connect, start
     publisher.publish((removed(0),))
     while hash_in(listener.recv_multipart()) != 1234:
         pass
+
+
+def test_batches_name_the_engine_among_the_data_parallel_ones(connect: Connect) -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": ANYWHERE, "replay_endpoint": ANYWHERE}
+    plans = core_plans(resolve(EngineArgs(data_parallel_size=2, kv_events_config=events)), None)
+    ranks: list[int] = []
+    for config in (plan.config for plan in plans):
+        publisher = kv_events.make_event_publisher(config.kv_events, config.dp_rank)
+        assert isinstance(publisher, ZmqEventPublisher)
+        ranks += [decode(payload)[2] for *_, payload in replay(connect, publisher, 0)]
+        publisher.shutdown()
+    assert ranks == [0, 1]
 
 
 # ---- Configuration ----

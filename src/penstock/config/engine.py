@@ -251,7 +251,7 @@ class EngineConfig:
 
     Before `on_device` has been called, `device` may be "auto", and numbers in `scheduler` that depend on the device
     are 0. `pooling` is None if the engine generates. With `is_prefix_aware` the engine core reports its KV events,
-    which the front end uses to choose among data parallel ranks.
+    which the front end uses to choose among data parallel ranks. `dp_rank` is this engine's.
     """
 
     model: ModelConfig
@@ -272,6 +272,7 @@ class EngineConfig:
     is_prefix_aware: bool
     kv_transfer: KVTransferConfig | None
     lora: LoraConfig | None
+    dp_rank: int = 0
 
     @property
     def digests_weights(self) -> bool:

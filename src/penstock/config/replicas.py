@@ -92,9 +92,9 @@ def _gpus_by_rank(config: EngineConfig, visible: str | None) -> list[dict[str, s
 
 
 def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
-    """Returns the configuration of one of several engines, with names and ports of its own."""
+    """Returns the configuration of one of several engines, with its rank, names and ports."""
     transfer = None if config.kv_transfer is None else _transfer_of(config.kv_transfer, rank)
-    return replace(config, kv_transfer=transfer, kv_events=_events_of(config.kv_events, rank))
+    return replace(config, dp_rank=rank, kv_transfer=transfer, kv_events=_events_of(config.kv_events, rank))
 
 
 def _transfer_of(config: KVTransferConfig, rank: int) -> KVTransferConfig:
@@ -121,13 +121,12 @@ def _of_rank(value: Any, rank: int, name: str = "") -> Any:
 
 
 def _events_of(config: KVEventsConfig, rank: int) -> KVEventsConfig:
-    endpoints = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
-    changes = {name: None if each is None else _endpoint_of(each, rank) for name, each in endpoints.items()}
+    changes = {name: _endpoint_of(getattr(config, name), rank) for name in ("endpoint", "replay_endpoint")}
     return replace_options(config, changes, "in kv_events_config")
 
 
-def _endpoint_of(endpoint: str, rank: int) -> str:
-    match = _TCP_PORT.fullmatch(endpoint)
+def _endpoint_of(endpoint: str | None, rank: int) -> str | None:
+    match = _TCP_PORT.fullmatch(endpoint or "")
     if match is None:
-        return f"{endpoint}-{rank}"
+        return endpoint and f"{endpoint}-{rank}"
     return endpoint if match[2] == "0" else f"{match[1]}{int(match[2]) + rank}"

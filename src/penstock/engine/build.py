@@ -146,11 +146,10 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
     grammars = None if config.tokenizer_path is None else LazyGrammarBackend(config)
     # The first engine's scheduler balances the experts of all.
     experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts) if dp_rank == 0 else ExpertBalancer()
-    adapters = AdapterSlots(config.lora)
     scheduler = Scheduler(
-        limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts, adapters=adapters
+        limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts, adapters=AdapterSlots(config.lora)
     )
-    publisher = make_event_publisher(config.kv_events)
+    publisher = make_event_publisher(config.kv_events, config.dp_rank)
     core = EngineCore(
         scheduler,
         executor,

@@ -35,7 +35,6 @@ from penstock.utils.errors import ConfigError
 logger = logging.get_logger(__name__)
 
 _HASH_BYTES = 8
-_DATA_PARALLEL_RANK = 0
 _NUMBER_BYTES = 8
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _MAX_REQUEST_BYTES = 256
@@ -64,9 +63,9 @@ class NullEventPublisher:
     def shutdown(self) -> None: ...
 
 
-def encode_batch(timestamp: float, events: Sequence[KVEvent]) -> bytes:
+def encode_batch(timestamp: float, events: Sequence[KVEvent], dp_rank: int = 0) -> bytes:
     """Returns the payload of a batch."""
-    return msgspec.msgpack.encode((timestamp, [_as_map(event) for event in events], _DATA_PARALLEL_RANK))
+    return msgspec.msgpack.encode((timestamp, [_as_map(event) for event in events], dp_rank))
 
 
 # vLLM always sends these fields, and the others only if they are set.
@@ -96,8 +95,8 @@ class ZmqEventPublisher:
     latter is empty without replay.
     """
 
-    def __init__(self, config: KVEventsConfig) -> None:
-        self._clock = SystemClock()
+    def __init__(self, config: KVEventsConfig, dp_rank: int = 0) -> None:
+        self._clock, self._dp_rank = SystemClock(), dp_rank
         self._topic = config.topic.encode()
         self._context = zmq.Context()
         try:
@@ -162,7 +161,7 @@ class ZmqEventPublisher:
             if number != self._num_taken:
                 logger.warning("%d batches of KV events were dropped: the queue was full", number - self._num_taken)
             self._num_taken = number + 1
-            batch = (number, encode_batch(timestamp, events))
+            batch = (number, encode_batch(timestamp, events, self._dp_rank))
             self._pub.send_multipart(_frames(self._topic, *batch))
             self._replay.keep(batch)
 
@@ -213,9 +212,11 @@ class _Replay:
             logger.debug("a replay of KV events ends early: %s", error)
 
 
-def make_event_publisher(config: KVEventsConfig) -> EventPublisher:
-    """Builds the configured publisher. Raises ConfigError if an endpoint cannot be bound."""
-    return ZmqEventPublisher(config) if config.is_active else NullEventPublisher()
+def make_event_publisher(config: KVEventsConfig, dp_rank: int) -> EventPublisher:
+    """Builds the configured publisher of an engine, `dp_rank` among the data parallel ones. Raises ConfigError if an
+    endpoint cannot be bound.
+    """
+    return ZmqEventPublisher(config, dp_rank) if config.is_active else NullEventPublisher()
 
 
 def _make_replay(context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig) -> _Replay | _NoReplay:
