@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from msgspec import structs
 
 from penstock.config.load_quantization import LoadQuantization
+from penstock.config.speculative import parse_speculative_config
 from penstock.engine.cache_plan import plan_cache
 from penstock.engine.rank_identity import check_arithmetic, digest_weights
 from penstock.engine.transfer import fingerprint, meaning, token_fingerprint
@@ -219,6 +221,19 @@ def test_streams_go_on_with_the_same_weights_and_arithmetic_whatever_the_specula
     assert len({found(facts), found(facts_of(other)), found(arithmetic)}) == 3
     without = [structs.replace(each, read=facts[0].read) for each in make_facts(1, 1, has_drafter=False)]
     assert found(without) == found(facts)
+
+
+SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1, 1]}
+
+
+@pytest.mark.parametrize(("options", "go_on"), [({}, True), (SAMPLED_DRAFTS, False), (SYNTHETIC, False)])
+def test_streams_do_not_go_on_where_drafts_determine_tokens(options: Mapping[str, Any], go_on: bool) -> None:
+    config, facts = make_engine_config(num_gpu_blocks_override=40), facts_of(make_checkpoint())
+    _, cache = plan_cache(config, facts)
+    drafts = parse_speculative_config({"method": "mtp", "num_speculative_tokens": 2, **options}, config.model)
+    usual, found = (token_fingerprint(replace(config, speculative=each), cache, facts) for each in (None, drafts))
+    assert found == (usual if go_on else "")
 
 
 def test_other_kernels_differ_in_nothing_that_allow_other_arithmetic_does_not_cover() -> None:

@@ -90,9 +90,11 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
 
 def token_fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> str:
     """Returns text that is equal for engines that generate the same tokens: `meaning` except the speculator, which
-    changes no token. Empty if the weights have no digest.
+    changes no token. Empty if the weights have no digest, or if the engine's drafts determine tokens.
     """
-    if config.load_format != "dummy" and not config.digests_weights:
+    drafts = config.speculative
+    is_relaxed = drafts is not None and bool(drafts.samples_drafts or drafts.synthetic_acceptance_rates)
+    if is_relaxed or (config.load_format != "dummy" and not config.digests_weights):
         return ""
     parts = {name: value for name, value in meaning(config, cache, facts).items() if name != "speculator"}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
