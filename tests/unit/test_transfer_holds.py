@@ -354,7 +354,7 @@ def test_a_request_whose_match_was_pending_for_too_long_does_not_ask_again() -> 
     request = Request(make_request("r", 0, 8), 0, kv.hashed_block_size)
     found: list[bool] = []
     for _ in range(4):
-        found.append(remote.match(request, kv.find_prefix(request)).is_pending)
+        found.append(remote.match(request, kv.find_prefix(request), has_place=True).is_pending)
         clock.advance(0.5)
     assert found == [True, True, False, False]
 
@@ -367,10 +367,10 @@ def test_a_match_that_was_found_ends_the_wait_for_it() -> None:
     found: list[Match] = []
     for answer in (PENDING, Match(4), PENDING, PENDING):
         connector.answer = answer
-        found.append(remote.match(request, kv.find_prefix(request)))
+        found.append(remote.match(request, kv.find_prefix(request), has_place=True))
         clock.advance(0.9 if answer == Match(4) else 0.5)
     assert found == [PENDING, Match(4), PENDING, PENDING]
-    assert not remote.match(request, kv.find_prefix(request)).is_pending
+    assert not remote.match(request, kv.find_prefix(request), has_place=True).is_pending
 
 
 def test_a_request_that_reuses_an_id_has_a_deadline_of_its_own() -> None:

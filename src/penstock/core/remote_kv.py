@@ -153,7 +153,7 @@ class RemoteKV:
         is_new = request.request_id not in self._asked_since
         return is_new or (self._num_rounds + request.arrival_index) % num_turns == 0
 
-    def match(self, request: Request, hit: PrefixHit, has_place: bool = True) -> Match:
+    def match(self, request: Request, hit: PrefixHit, has_place: bool) -> Match:
         """Returns what the connector can load after a hit; nothing if the request has waited or failed too often.
 
         `has_place`: the running requests and those that wait for their KV leave a place for one that loads. Without it,

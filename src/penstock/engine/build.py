@@ -135,7 +135,8 @@ def _initialize(plan: _Plan, memories: dict[str, tuple[tuple[str, ...], ...]]) -
     )
 
 
-def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) -> Engine:
+def _make_engine(plan: _Plan, executor: Executor, number: int, started: float) -> Engine:
+    """`number`: the engine's among those of this executor."""
     config, facts, limits, cache, transfer = plan.config, plan.facts, plan.limits, plan.cache, plan.transfer
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic accepts drafts at random: the outputs are not the model's")
@@ -145,7 +146,7 @@ def _make_engine(plan: _Plan, executor: Executor, dp_rank: int, started: float) 
     # Without a tokenizer there is no text to constrain.
     grammars = None if config.tokenizer_path is None else LazyGrammarBackend(config)
     # The first engine's scheduler balances the experts of all.
-    experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts) if dp_rank == 0 else ExpertBalancer()
+    experts = ExpertBalancer(balanced_layers(facts), config.parallel.experts) if number == 0 else ExpertBalancer()
     scheduler = Scheduler(
         limits, kv, StructuredOutputs(grammars), transfer.transfer, experts=experts, adapters=AdapterSlots(config.lora)
     )

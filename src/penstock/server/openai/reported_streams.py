@@ -39,8 +39,8 @@ def reported_stream(service: Service, request: Request, body: GenerationRequest,
         raise RequestError(f"{STREAM_HEADER} must be {ASK!r} or the value that an instance answered", STREAM_HEADER)
     if name.fingerprint != own or not own:
         raise ConflictError(
-            "this server cannot continue the stream with the same tokens: its model, arithmetic, chat template or "
-            "recommended sampling differ from those of the server that began it, or it does not digest its weights"
+            "this server cannot continue the stream with the same tokens: it differs in model, arithmetic, "
+            "chat template or recommended sampling, does not digest its weights, or has drafts that determine tokens"
         )
     return name
 
