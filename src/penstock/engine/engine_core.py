@@ -253,8 +253,7 @@ class EngineCore:
 
         Idempotent.
         """
-        flush_transfers([self])
-        self.close()
+        shut_down([self])
 
     def close(self) -> None:
         """Frees the worker; the engine is dead afterwards. Idempotent."""
@@ -321,15 +320,19 @@ def step_together(cores: Sequence[EngineCore], waits: bool) -> list[StepReport]:
         return [core.make_report(processed[rank], rank) for rank, core in enumerate(cores)]
 
 
-def flush_transfers(cores: Sequence[EngineCore]) -> None:
-    """Executes steps until no KV transfer is in flight, with a time limit: KV that does not reach a tier can be
-    recomputed. Does nothing while there are requests, or for dead engines.
+def shut_down(cores: Sequence[EngineCore]) -> None:
+    """Executes steps until no KV transfer is in flight, unless there are requests or the engines are dead; then frees
+    the workers, even if a step fails. The steps have a time limit: KV that does not reach a tier can be recomputed.
     """
-    if any(core.has_requests for core in cores):
-        return
     deadline = cores[0].now() + _FLUSH_SECONDS
-    while any(core.has_transfers for core in cores) and cores[0].now() < deadline:
-        step_together(cores, waits=True)
+    try:
+        while not any(core.has_requests for core in cores) and any(core.has_transfers for core in cores):
+            if cores[0].now() >= deadline:
+                break
+            step_together(cores, waits=True)
+    finally:
+        for core in cores:
+            core.close()
 
 
 def _plan_together(cores: Sequence[EngineCore]) -> list[SchedulerOutput]:

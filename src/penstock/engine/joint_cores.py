@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.engine.engine_core import EngineCore, failing, flush_transfers, step_together
+from penstock.engine.engine_core import EngineCore, failing, shut_down, step_together
 from penstock.executor.executor import Executor
 from penstock.messages.stats import StepReport
 
@@ -42,6 +42,4 @@ class JointCores:
 
     def shutdown(self) -> None:
         """See `EngineCore.shutdown`."""
-        flush_transfers(self.cores)
-        for core in self.cores:
-            core.close()
+        shut_down(self.cores)

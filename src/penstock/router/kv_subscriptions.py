@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import zmq
@@ -19,6 +21,7 @@ logger = get_logger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 _NUMBER_BYTES = 8
 _REPLAY_SECONDS = 10.0
+_RETRY_SECONDS = 10.0
 
 
 class KVSubscriptions:
@@ -27,7 +30,7 @@ class KVSubscriptions:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._views: dict[str, KVView] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[Instance, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
@@ -42,13 +45,14 @@ class KVSubscriptions:
 
     def follow(self) -> None:
         """Subscribes to new instances of the pool, and unsubscribes from removed ones."""
-        for url in [each for each in self._tasks if each not in self._pool]:
-            self._tasks.pop(url).cancel()
-            del self._views[url]
-        for member in self._pool:
-            if member.instance.events and member.url not in self._tasks:
-                view = self._views[member.url] = KVView()
-                self._tasks[member.url] = asyncio.create_task(self._follow(member.instance, view))
+        publishing = [member.instance for member in self._pool if member.instance.events]
+        for instance in [each for each in self._tasks if each not in publishing]:
+            self._tasks.pop(instance).cancel()
+            del self._views[instance.url]
+        for instance in publishing:
+            if instance not in self._tasks:
+                view = self._views[instance.url] = KVView()
+                self._tasks[instance] = asyncio.create_task(self._follow(instance, view))
 
     def lost(self, url: str) -> None:
         """Forgets the blocks of an instance that has died."""
@@ -66,55 +70,52 @@ class KVSubscriptions:
         return {url: count for url, count in found if count}
 
     async def _follow(self, instance: Instance, view: KVView) -> None:
-        published = self._connect(zmq.SUB, instance.events)
-        try:
-            # Replays are requested one at a time; published batches wait in the socket meanwhile.
-            await self._replay(instance, view)
-            while True:
-                frames = await _received(published)
-                if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
-                    batch = (int.from_bytes(frames[1], "big"), frames[2])
-                    if view.receive(*batch) is not None:
-                        await self._replay(instance, view)
-                        view.take(*batch)
-        except zmq.ZMQError as error:
-            logger.error("%s: its KV events cannot be followed: %s", instance.url, error)
-            view.held.clear()
-        finally:
-            published.close(linger=0)
+        """Takes events until it is cancelled. After an error, such as too many open files, it starts again."""
+        while True:
+            try:
+                with self._connected(zmq.SUB, instance.events) as published:
+                    await self._take_from(published, instance, view)
+            except zmq.ZMQError as error:
+                logger.error("%s: its KV events cannot be followed, trying again: %s", instance.url, error)
+            view.restart()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _take_from(self, published: Any, instance: Instance, view: KVView) -> None:
+        # Replays are requested one at a time; published batches wait in the socket meanwhile.
+        await self._replay(instance, view)
+        while True:
+            frames = await _received(published)
+            if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
+                batch = (int.from_bytes(frames[1], "big"), frames[2])
+                if view.receive(*batch) is not None:
+                    await self._replay(instance, view)
+                    view.take(*batch)
 
     async def _replay(self, instance: Instance, view: KVView) -> None:
         """Requests the missing batches, as far as the instance still has them."""
         if not instance.replay:
             return
-        asking = self._connect(zmq.DEALER, instance.replay)
         try:
-            async with asyncio.timeout(_REPLAY_SECONDS):
-                await asking.send_multipart([b"", view.next_number.to_bytes(_NUMBER_BYTES, "big")])
-                while True:
-                    frames = await _received(asking)
-                    if len(frames) != 4 or not frames[3]:
-                        return
-                    view.take(int.from_bytes(frames[2], "big"), frames[3])
+            with self._connected(zmq.DEALER, instance.replay) as asking:
+                async with asyncio.timeout(_REPLAY_SECONDS):
+                    await asking.send_multipart([b"", view.next_number.to_bytes(_NUMBER_BYTES, "big")])
+                    while len(frames := await _received(asking)) == 4 and frames[3]:
+                        view.take(int.from_bytes(frames[2], "big"), frames[3])
         except TimeoutError:
             logger.info("%s does not replay its KV events", instance.url)
-        finally:
-            asking.close(linger=0)
 
-    def _connect(self, kind: int, endpoint: str) -> Any:
-        made = self._context.socket(kind)
-        made.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        made.set(zmq.IPV6, int("[" in endpoint))
-        # A whole replay must fit; published batches are limited by the instance.
-        made.set(zmq.RCVHWM, 0 if kind == zmq.DEALER else 100_000)
-        if kind == zmq.SUB:
-            made.set(zmq.SUBSCRIBE, b"")
-        try:
+    @contextmanager
+    def _connected(self, kind: int, endpoint: str) -> Iterator[Any]:
+        with self._context.socket(kind) as made:
+            made.set(zmq.LINGER, 0)
+            made.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+            made.set(zmq.IPV6, int("[" in endpoint))
+            # A whole replay must fit; published batches are limited by the instance.
+            made.set(zmq.RCVHWM, 0 if kind == zmq.DEALER else 100_000)
+            if kind == zmq.SUB:
+                made.set(zmq.SUBSCRIBE, b"")
             made.connect(endpoint)
-        except zmq.ZMQError:
-            made.close(linger=0)
-            raise
-        return made
+            yield made
 
 
 async def _received(socket: Any) -> list[bytes]:
