@@ -36,7 +36,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.child_process import Channel
-from penstock.utils.errors import OverloadedError, RequestError, RequestFailedError
+from penstock.utils.errors import EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from penstock.utils.hosts import free_port
 from penstock.utils.wire import FrameReader
 
@@ -314,3 +314,19 @@ def test_the_front_end_is_told_that_the_engine_failed_on_a_request() -> None:
         process = CoreProcess(joint(make_core(BrokenConnector("on_new_request"))), Channel(theirs, CODEC), inbox)
         process._handle(make_request(POISON))
         assert FrameReader(CODEC).feed(ours.recv(1 << 16)) == [Refused(POISON, MESSAGE, Refusal.FAILED)]
+
+
+@pytest.mark.parametrize("which", [lambda core: core, joint], ids=["core", "joint"])
+def test_workers_are_freed_even_if_one_fails_while_transfers_end(which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("a worker died")
+
+    freed: list[object] = []
+    core = make_core(NullSchedulerConnector())
+    monkeypatch.setattr(Scheduler, "has_transfers", property(lambda _: True))
+    monkeypatch.setattr(Device, "execute_model", fail)
+    monkeypatch.setattr(Device, "shutdown", lambda self: freed.append(self))
+    with pytest.raises(EngineDeadError, match="a worker died"):
+        which(core).shutdown()
+    assert len(freed) == 1
+    which(core).shutdown()
