@@ -86,6 +86,8 @@ def test_only_its_parent_ends_it(child: ChildProcess) -> None:
         ("ValueError(7)", Failed("ValueError: 7")),
         ("ConfigError('lower it')", Failed("lower it", is_config=True)),
         ("RanksLostError('they left')", Failed("they left", is_consequence=True)),
+        ("EOFError('a peer left')", Failed("EOFError: a peer left")),
+        ("BrokenPipeError('a peer left')", Failed("BrokenPipeError: a peer left")),
     ],
 )
 def test_a_failure_is_reported(child: ChildProcess, failure: str, report: Failed) -> None:

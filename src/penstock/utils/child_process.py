@@ -177,8 +177,12 @@ class Parent(Channel):
         if not self.has_lifeline:
             threading.Thread(target=self._end_with_parent, args=(ended, kill_others), daemon=True).start()
         try:
-            with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            try:
                 work()
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                # The work has other connections, which may end too.
+                if not _has_ended(self.connection, 0):
+                    raise
             clean_up()
         except Exception as error:  # noqa: BLE001 - it ends the process
             if not isinstance(error, ConfigError):
@@ -202,9 +206,7 @@ class Parent(Channel):
 
     def _end_with_parent(self, ended: threading.Event, kill_others: Callable[[], None]) -> None:
         """Ends the process if the parent has disconnected and the running work does not end."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLRDHUP)
-        poll.poll()
+        _has_ended(self.connection, None)
         if not ended.wait(_GRACE_SECONDS):
             kill_others()
             signal.raise_signal(signal.SIGKILL)
@@ -215,7 +217,12 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if _has_ended(lifeline, 0):
+        signal.raise_signal(signal.SIGKILL)
+
+
+def _has_ended(connection: socket.socket | int, milliseconds: int | None) -> bool:
+    """Waits this long for the other end of the socket or pipe to be closed; without a limit for None."""
     poll = select.poll()  # not `select`, which refuses the numbers of a process with many open files
-    poll.register(lifeline)
-    if poll.poll(0):
-        signal.raise_signal(signal.SIGKILL)  # it is already closed
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(milliseconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -27,23 +28,18 @@ def is_local_host(host: str) -> bool:
 
 def is_ip_address(host: str) -> bool:
     _, percent, zone = host.partition("%")
-    if percent and not _ZONE.fullmatch(zone):
-        return False
-    try:
+    with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return not percent or _ZONE.fullmatch(zone) is not None
+    return False
 
 
 def is_host(text: str) -> bool:
     """Whether the text is an IP address or can be a host name."""
-    if is_ip_address(text):
-        return True
     # A name that ends in a number is a mistyped IP address.
     labels = text.removesuffix(".").split(".")
     is_name = all(map(_HOST_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
-    return is_name and len(text) <= _MAX_HOST_LENGTH
+    return is_ip_address(text) or (is_name and len(text) <= _MAX_HOST_LENGTH)
 
 
 def canonical_host(host: str) -> str:
