@@ -297,7 +297,12 @@ print("done")
 """
 
 
-def test_a_program_with_a_working_connector_ends_silently(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ENDS, json.dumps(config(tmp_path)), str(tmp_path / "control")]
+# Registered before those of the thread pools, it runs after them, while the main thread still lives.
+ENDS_SLOWLY = "import threading, time; threading._register_atexit(time.sleep, 0.2)"
+
+
+@pytest.mark.parametrize("first", ["", ENDS_SLOWLY], ids=["at once", "slowly"])
+def test_a_program_with_a_working_connector_ends_silently(tmp_path: Path, first: str) -> None:
+    command = [sys.executable, "-c", first + ENDS, json.dumps(config(tmp_path)), str(tmp_path / "control")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -101,7 +101,7 @@ class IdleTransfers:
             except EngineDeadError as error:
                 # The next call raises it. While the interpreter exits, its thread pools execute no step; they say so
                 # before the main thread has ended.
-                if not _is_exiting() and "interpreter shutdown" not in str(error):
+                if not _is_exiting() and "cannot schedule new futures" not in str(error):
                     logger.error("a step for KV transfers failed: %s", error)
                 return False
             return True
