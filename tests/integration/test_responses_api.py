@@ -13,11 +13,11 @@ import pytest
 from openai import OpenAI
 
 from penstock.server import limits
-from penstock.server.openai import conversation
 from penstock.server.openai.responses_api.answer import ResponseAnswer
 from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import ResponseStore, StoredResponse
 from penstock.server.openai.responses_api.translate import to_chat, to_messages
+from penstock.tokenizer import chat_template
 from tests.integration.scripted_server import ScriptedServer, Setup, scripted_server
 from tests.integration.server_process import ServerProcess, serve
 from tests.integration.test_server_openai import call
@@ -373,13 +373,13 @@ def test_schemas_of_tools_are_not_copied() -> None:
 def test_long_arguments_are_parsed_beside_the_event_loop(
     scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parse, loops = conversation._arguments, list[Any]()  # pyright: ignore[reportPrivateUsage]
+    parse, loops = chat_template._plain_call, list[Any]()  # pyright: ignore[reportPrivateUsage]
 
-    def parse_and_note(text: str) -> Any:
+    def parse_and_note(call: Any) -> Any:
         loops.append(asyncio._get_running_loop())
-        return parse(text)
+        return parse(call)
 
-    monkeypatch.setattr(conversation, "_arguments", parse_and_note)
+    monkeypatch.setattr(chat_template, "_plain_call", parse_and_note)
     scripted.answers("Five.")
     arguments = json.dumps({"city": "x" * 5000})
     made: Any = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": arguments}

@@ -57,6 +57,32 @@ def test_tools_are_written_as_the_template_says(arguments: str, text: str) -> No
     assert template.render(QUESTION, tools=TOOLS) == text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"city": "Bern"}', '{"city": "Bern"}'),
+        ({"city": "Bern"}, '{"city": "Bern"}'),
+        (" ", "{}"),
+        ("[1]", '"[1]"'),
+        ("{", '"{"'),
+        ("[" * 100_000, None),
+        ("9" * 4301, None),
+    ],
+)
+def test_arguments_of_tool_calls_reach_the_template_as_objects(arguments: Any, text: str | None) -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", {})
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    assert template.render([message]) == (f'"{arguments}"' if text is None else text)
+    assert call["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("calls", [7, "text", [7], [{"function": 7}], [{"function": {"arguments": None}}]])
+def test_tool_calls_of_another_form_are_left_to_the_template(calls: Any) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert ChatTemplate("{{ messages[0].tool_calls }}", {}).render([message]) == str(calls)
+
+
 def test_marks_for_training_are_not_shown() -> None:
     text = "{{ m.content }}<|im_end|>\n"
     marked = CHATML.replace(text, f"{{% generation %}}{text}{{% endgeneration %}}")

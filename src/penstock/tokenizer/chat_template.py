@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -180,8 +181,20 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
             content = ""
         if not isinstance(content, str):
             raise RequestError(f"messages[{number}].content must be text", "messages")
-        plain.append({**message, "content": content})
+        calls = message.get("tool_calls")
+        parsed = {"tool_calls": [*map(_plain_call, calls)]} if isinstance(calls, list | tuple) else {}
+        plain.append({**message, "content": content, **parsed})
     return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """Returns a tool call with its arguments as an object, which templates expect, if they are the JSON text of one."""
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(arguments := json.loads(text.strip() or "{}"), dict):
+                    return {**call, "function": {**function, "arguments": arguments}}
+    return call
 
 
 def special_token(config: Mapping[str, Any], name: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,9 +141,6 @@ async def render_messages(
     described = [tool.model_dump(exclude_none=True) for tool in tools] or None
 
     def work() -> list[int]:
-        for call in [call for message in plain for call in message.get("tool_calls", ())]:
-            arguments = call["function"].get("arguments") or "{}"
-            call["function"]["arguments"] = _arguments(arguments) if isinstance(arguments, str) else arguments
         text = tokenizer.render_chat(plain, tools=described, **options)
         return tokenizer.encode(text, tokenizing.add_special_tokens, tokenizing.truncation)
 
@@ -152,9 +148,7 @@ async def render_messages(
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:
-    """Converts a message to the form that templates expect, except the arguments of its tool calls: content as text,
-    and one name for the reasoning.
-    """
+    """Converts a message to the form that templates expect: content as text, and one name for the reasoning."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
@@ -167,11 +161,3 @@ def _plain_message(message: ChatMessage) -> dict[str, Any]:
 def content_of(message: ChatMessage) -> str:
     """Returns a message's content as text."""
     return str(_plain_message(message).get("content", ""))
-
-
-def _arguments(text: str) -> Any:
-    try:
-        value = json.loads(text.strip() or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text

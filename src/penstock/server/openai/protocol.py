@@ -250,7 +250,7 @@ Parts = Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS, 
 
 class FunctionCall(BaseModel):
     name: Name
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[str | dict[str, Any], BeforeValidator(lambda given: "{}" if given is None else given)] = "{}"
 
 
 class ToolCall(BaseModel):
