@@ -10,6 +10,7 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
+from penstock.router.health import pause
 from penstock.router.instances import Instance
 from penstock.router.kv_view import KVView
 from penstock.router.pool import Pool
@@ -78,7 +79,7 @@ class KVSubscriptions:
             except zmq.ZMQError as error:
                 logger.error("%s: its KV events cannot be followed, trying again: %s", instance.url, error)
             view.restart()
-            await asyncio.sleep(_RETRY_SECONDS)
+            await pause(_RETRY_SECONDS)
 
     async def _take_from(self, published: Any, instance: Instance, view: KVView) -> None:
         # Replays are requested one at a time; published batches wait in the socket meanwhile.
