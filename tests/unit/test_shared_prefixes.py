@@ -127,6 +127,20 @@ def test_a_request_waits_for_the_prefix_that_a_running_one_computes() -> None:
     assert engine.step() == {"first": 1, "second": 1}
 
 
+@pytest.mark.parametrize(("num_deferred", "runs"), [(63, True), (64, False)])
+def test_few_requests_that_wait_for_a_prefix_hold_back_none_behind_them(num_deferred: int, runs: bool) -> None:
+    """With more of them a step would take too long."""
+    engine = make_engine(config=replace(CONFIG, max_num_batched_tokens=16, max_num_in_flight=2))
+    engine.add("first", is_remote=False, prompt=range(25))
+    assert engine.scheduler.schedule() is not None
+    for number in range(num_deferred):
+        engine.add(f"same {number}", is_remote=False, prompt=range(25))
+    engine.add("other", is_remote=False, prompt=range(50, 54))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert dict(plan.num_scheduled_tokens) == {"first": 9, **({"other": 4} if runs else {})}
+
+
 def test_requests_with_the_same_prompt_share_one_load() -> None:
     engine = make_engine()
     names = [f"r{number}" for number in range(4)]

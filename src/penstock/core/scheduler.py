@@ -309,7 +309,7 @@ class Scheduler:
     def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan, batch: int) -> bool:
         """Lets a request run, or wait with its blocks for its KV to load; returns False when blocks are too few."""
         num_present = hit.num_tokens + match.num_tokens
-        num_tokens = 0 if match.is_async else min(request.num_tokens - num_present, plan.token_budget)
+        num_tokens = min(request.num_tokens - num_present, plan.token_budget)
         num_slots = num_present if match.is_async else self._num_slots(request, num_present + num_tokens)
         block_ids = self._kv.admit(request, hit, num_slots, match.num_tokens)
         if block_ids is None:
