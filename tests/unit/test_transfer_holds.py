@@ -408,6 +408,37 @@ def test_a_request_for_which_holds_leave_too_few_blocks_waits_for_the_end_of_one
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_loads_begin_again_when_the_request_that_lacked_blocks_has_ended(
+    is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector, kv = HoldingConnector(), make_kv(9)
+    config = SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=32)
+    scheduler = Scheduler(config, kv, None, KVTransfer(connector))
+    scheduler.add_request(make_request("held", 0, 8))
+    scheduler.update_from_output(step_of(scheduler), ModelRunnerOutput(sampled_token_ids={"held": (1,)}))
+    scheduler.abort_requests(["held"])
+    starves = replace(make_request("starves", 100, 28), sampling_params=SamplingParams(prompt_logprobs=0))
+    scheduler.add_request(starves)
+    for _ in range(10):
+        plan = scheduler.schedule()
+        if plan is not None:
+            scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids={"starves": ()}))
+    assert scheduler.stats().num_preemptions == 1
+    if is_aborted:
+        scheduler.abort_requests(["starves"])
+    lookups: list[str] = []
+
+    def look_up(request: RequestView, _: int) -> Match:
+        lookups.append(request.request_id)
+        return Match()
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", look_up)
+    scheduler.add_request(make_request("loads", 200, 8))
+    scheduler.schedule()
+    assert lookups == ["loads"] * is_aborted
+
+
 def step_of(scheduler: Scheduler) -> SchedulerOutput:
     plan = scheduler.schedule()
     assert plan is not None
