@@ -400,7 +400,7 @@ def test_a_full_queue_refuses_jobs(tmp_path: Path) -> None:
     assert len(disk.finish().successful_keys) == 6
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
 def test_failed_writes_are_counted_and_logged_once(tmp_path: Path, monkeypatch, caplog, code) -> None:
     disk = Disk(tmp_path)
     disk.store(1)
@@ -423,9 +423,32 @@ def test_failed_writes_are_counted_and_logged_once(tmp_path: Path, monkeypatch, 
     assert disk.load([1, 2, 3]) == keys(1, 2, 3)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_new_files_take_the_places_of_the_oldest(tmp_path: Path, monkeypatch, code) -> None:
+    """Others have filled it before the tier has reached its limit."""
+    disk, write_all = Disk(tmp_path, num_threads=1), chunk_file._write_all
+
+    def write_if_there_is_room(descriptor: int, data: memoryview) -> None:
+        if len(data) == CHUNK and len(files(tmp_path)) > 4:
+            raise OSError(code, os.strerror(code))
+        write_all(descriptor, data)
+
+    monkeypatch.setattr(chunk_file, "_write_all", write_if_there_is_room)
+    stored = [number for number in range(12) if disk.store(number)]
+    assert stored == [0, 1, 2, 3, 5, 7, 9, 11]
+    assert disk.present(range(12)) == [5, 7, 9, 11]
+    assert disk.load([5, 7, 9, 11]) == keys(5, 7, 9, 11)
+    stats = disk.tier.stats()
+    assert (stats.num_failed, stats.num_evicted) == (4, 4)
+    monkeypatch.undo()
+    assert disk.store(20, 21, 22) == keys(20, 21, 22)
+    assert disk.present(range(30)) == [5, 7, 9, 11, 20, 21, 22]
+
+
 def test_a_write_that_ends_within_the_first_page_is_counted(tmp_path: Path, monkeypatch) -> None:
     """As where a disk is full: a part of the page is written, and then nothing."""
     disk, calls = Disk(tmp_path), []
+    disk.store(0)
     disk.store(1)
     write, readv = os.write, os.readv
 
@@ -446,7 +469,7 @@ def test_a_write_that_ends_within_the_first_page_is_counted(tmp_path: Path, monk
     monkeypatch.setattr(chunk_file.os, "write", write_some)
     monkeypatch.setattr(chunk_file.os, "readv", read_some)
     assert disk.store(2) == set()
-    assert len(files(tmp_path)) == 1, "no half-written file remains"
+    assert files(tmp_path) == [file_of(tmp_path, 1)], "no half-written file remains, and the oldest makes room"
     calls.clear()
     assert disk.load([1]) == set()
     assert disk.tier.stats().num_failed == 2

@@ -172,8 +172,7 @@ class DiskTier:
         return finished
 
     def wait(self, seconds: float) -> None:
-        if self._tasks:
-            wait(self._tasks, seconds, FIRST_COMPLETED)
+        wait(self._tasks, seconds, FIRST_COMPLETED)
 
     def drain_jobs(self) -> None:
         while self._tasks:
@@ -215,9 +214,7 @@ class DiskTier:
         for chunk in sorted(found, key=lambda chunk: chunk.last_use):
             self._add_to_index(chunk.key)
             self._num_bytes += self._file_bytes(chunk.key)
-        excess = self._oldest(self._num_bytes - self._max_bytes) or ()
-        self._counts["num_evicted"] += len(excess)
-        self._delete(excess)
+        self._evict(self._num_bytes - self._max_bytes)
         # Nothing else runs yet, and the limit must hold from the start.
         self.drain_jobs()
 
@@ -251,15 +248,19 @@ class DiskTier:
     def _oldest(self, num_bytes: int) -> tuple[OffloadKey, ...] | None:
         """Returns the oldest keys whose files have this many bytes and are not being read; None if there are fewer."""
         found: list[OffloadKey] = []
-        keys = iter(self._index)
-        while num_bytes > 0:
-            key = next(keys, None)
-            if key is None:
-                return None
+        for key in self._index:
+            if num_bytes <= 0:
+                break
             if not self._loading[key]:
                 found.append(key)
                 num_bytes -= self._file_bytes(key)
-        return tuple(found)
+        return tuple(found) if num_bytes <= 0 else None
+
+    def _evict(self, num_bytes: int) -> None:
+        """Deletes the oldest files that have this many bytes together; none if there are fewer."""
+        victims = self._oldest(num_bytes) or ()
+        self._counts["num_evicted"] += len(victims)
+        self._delete(victims)
 
     def _remove_from_index(self, key: OffloadKey) -> None:
         del self._index[key]
@@ -324,10 +325,7 @@ class DiskTier:
             self._on_deleted(task, outcome)
             return
         self._num_queued -= 1
-        if isinstance(task, _Store):
-            is_successful = self._on_stored(task, outcome)
-        else:
-            is_successful = self._on_loaded(task, outcome)
+        is_successful = self._on_stored(task, outcome) if isinstance(task, _Store) else self._on_loaded(task, outcome)
         record = self._jobs[task.job_id]
         record.num_left -= 1
         record.last_time = max(record.last_time, outcome.time)
@@ -343,6 +341,9 @@ class DiskTier:
             self._doomed.discard(task.key)
             self._num_bytes -= self._file_bytes(task.key)
             self._on_failed("store", outcome)
+            if outcome.error is not None and outcome.error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # Below the limit, but others fill the disk too: the oldest files make room for the next ones.
+                self._evict(self._file_bytes(task.key))
             return False
         if task.key in self._doomed:
             self._delete([task.key])
