@@ -186,6 +186,25 @@ def test_a_request_whose_shared_load_has_failed_loads_itself() -> None:
     assert list(engine.connector.loads) == ["first", "second"]
 
 
+def test_the_failure_of_a_load_before_a_preemption_does_not_end_the_request() -> None:
+    engine = make_engine(
+        is_async=False, num_blocks=8, config=replace(CONFIG, max_num_in_flight=2, max_num_seqs=2), policy="fail"
+    )
+    engine.add("first", is_remote=False, prompt=range(100, 111))
+    engine.step()
+    engine.add("second", is_remote=True)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert dict(plan.num_scheduled_tokens) == {"first": 1, "second": 1}
+    # The first one needs another block.
+    engine.scheduler.schedule()
+    assert engine.scheduler.stats().num_preemptions == 1
+    engine.end_load("second", (BadRange(0, 0, 4),))
+    outputs = engine.scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids={"first": (100,)}))
+    assert [output.request_id for output in outputs] == ["first"]
+    assert engine.scheduler.stats().num_waiting == 1
+
+
 def test_nothing_waits_for_a_load_that_was_abandoned() -> None:
     engine = make_engine()
     engine.add("first", is_remote=True)
