@@ -251,7 +251,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Waits for steps and KV transfers in flight, and frees the worker; the engine is dead afterwards.
 
-        Idempotent.
+        Idempotent. Raises EngineDeadError if a step fails meanwhile; the worker is freed even then.
         """
         shut_down([self])
 
