@@ -126,6 +126,31 @@ def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:
     kv.check_integrity()
 
 
+@pytest.mark.parametrize("first_part", range(1, 12))
+def test_another_engine_finds_the_window_at_the_last_whole_block(first_part: int) -> None:
+    """However a prompt is divided into steps: the last one may begin behind that block."""
+    groups = (KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 8, "float32", sliding_window=6)),)
+    kv = KVCacheManager(KVCacheConfig(32, BLOCK_SIZE, groups), enable_prefix_caching=True)
+    request = make_request(range(12))
+    kv.admit(request, kv.find_prefix(request), first_part)
+    request.admit(1, 0)
+    for count, num_sampled in ((first_part, 0), (12 - first_part, 1)):
+        kv.grow(request, request.num_computed_tokens + count)
+        request.on_scheduled(1, count, num_drafts=0, num_new_drafts=0)
+        request.on_processed(count, num_drafts=0, num_sampled=num_sampled)
+        kv.publish(request)
+    assert all(kv.blocks_for_others(request)[0][:2]), "the window of token 8 begins in block 0"
+    request.append_output(5)
+    for _ in range(8):
+        request.on_scheduled(1, 1, num_drafts=0, num_new_drafts=0)
+        request.on_processed(1, num_drafts=0, num_sampled=1)
+        request.append_output(5)
+    kv.grow(request, 20)
+    assert not any(kv.block_ids(request)[0][:3]), "an answer needs them no more"
+    kv.release(request, fence=0)
+    kv.check_integrity()
+
+
 def test_a_model_that_stores_nothing_needs_no_blocks() -> None:
     kv = KVCacheManager(KVCacheConfig(1, BLOCK_SIZE, ()), enable_prefix_caching=False)
     request = make_request(range(9))
