@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,10 +23,13 @@ import uvloop
 from penstock.cli.main import main
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList
 from penstock.kv_transfer.transports import socket_protocol
+from penstock.kv_transfer.transports.agent_transport import AgentTransport
+from penstock.kv_transfer.transports.agents import AgentSettings
 from penstock.kv_transfer.transports.helper import HelperProcess
 from penstock.kv_transfer.transports.listener import incoming
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
+from penstock.messages.kv_layout import MemoryRegion
 from penstock.router.health import HealthChecks, HealthConfig
 from penstock.router.http_client import HttpUpstream
 from penstock.router.http_server import Request, Response, serving
@@ -32,6 +37,7 @@ from penstock.router.instances import Instance, Role, State
 from penstock.router.pool import Pool
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.shared_memory import create_memory
 
 KEY = b"k" * 32
 
@@ -75,6 +81,23 @@ def test_a_helper_process_is_not_started(count: int) -> None:
     with free_descriptors(count), pytest.raises(PeerError, match="cannot be started"):
         HelperProcess({})
     assert num_open() == before
+
+
+def test_a_library_that_cannot_be_used_leaves_nothing_behind() -> None:
+    """In an interactive session the next attempt follows in the same process, and needs the memory."""
+    memory = create_memory(1 << 20)
+    freed = threading.Event()
+    weakref.finalize(memory.view.obj, freed.set)
+    before = num_open(), set(threading.enumerate())
+    settings = AgentSettings(library="nixl", host="127.0.0.1")
+    # The helper process fails before it loads the library: no memory has this name.
+    transport = AgentTransport(settings, [MemoryRegion("kv", 1 << 20, path="/nowhere")], KEY)
+    with pytest.raises(PeerError, match="/nowhere"):
+        transport.register([memory.view])
+    assert (num_open(), set(threading.enumerate())) == before
+    del memory
+    gc.collect()
+    assert freed.is_set()
 
 
 def test_a_connection_that_ends_while_it_is_set_up_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

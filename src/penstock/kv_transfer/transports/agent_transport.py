@@ -16,6 +16,7 @@ encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -91,8 +92,7 @@ class AgentTransport(PeerTransport[AgentAddress]):
         self._served: ServedMemory | None = None
         limits = limits or SocketLimits()
         listening = listen_on(settings.host, limits)
-        port: int = listening.getsockname()[1]
-        address = AgentAddress(settings.host, port, os.urandom(EPOCH_BYTES), settings.library)
+        address = AgentAddress(settings.host, listening.getsockname()[1], os.urandom(EPOCH_BYTES), settings.library)
         super().__init__(listening, address, key, limits)
 
     @property
@@ -102,10 +102,14 @@ class AgentTransport(PeerTransport[AgentAddress]):
             return None if self._serving is None else self._serving.pid
 
     def register(self, regions: Sequence[memoryview]) -> None:
-        """Raises ConfigError if the library cannot be loaded, or cannot be used as it is configured."""
+        """Raises ConfigError if the library cannot be loaded, or cannot be used as it is configured: the endpoint is
+        then closed, because its threads would keep the memory."""
         check_registered(regions, self._regions)
         super().register(regions)
-        self._threads.start(self._keep_serving, self._open_server())
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self._threads.start(self._keep_serving, self._open_server())
+            on_failure.pop_all()
 
     def close(self) -> None:
         with self._lock:
