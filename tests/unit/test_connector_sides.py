@@ -190,7 +190,9 @@ def test_the_role_decides_whether_a_connector_loads_and_saves(role: str, loads: 
         "kv_connector": "MultiConnector",
         "kv_connector_extra_config": {"connectors": [{**child, "kv_role": role}]},
     }
-    for config in ({**TWO_WAY, "kv_role": role}, {**of_parent, "kv_role": role}, of_child):
+    # The role of a child's own object wins, whatever its parent's is.
+    others = [{**of_child, "kv_role": other} for other in ("kv_producer", "kv_consumer")]
+    for config in ({**TWO_WAY, "kv_role": role}, {**of_parent, "kv_role": role}, of_child, *others):
         part = make_scheduler_connector(context(**config))
         request: Any = SimpleNamespace(request_id="r")
         assert part.get_num_new_matched_tokens(request, 0).num_tokens == 4 * loads

@@ -72,7 +72,9 @@ class Connector(Protocol):
 
 
 def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
-    """Builds the side that decides, limited by `kv_role`. Raises ConfigError if connector or options are invalid."""
+    """Builds the side that decides, limited by `kv_role`, or by those of its children if it has any. Raises ConfigError
+    if connector or options are invalid.
+    """
     if context.config.keys_without_effect:
         logger.info("kv_transfer_config: %s have no effect here", ", ".join(context.config.keys_without_effect))
     part = _find(context.config).make_scheduler_connector(context)
@@ -81,7 +83,7 @@ def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
             f"{context.config.kv_connector}: its {type(part).__name__} must derive from NullSchedulerConnector of "
             "penstock.kv_transfer.null, which has the defaults of all methods"
         )
-    one_way = _ONE_WAY.get(context.config.kv_role)
+    one_way = None if _children(context.config) else _ONE_WAY.get(context.config.kv_role)
     return part if one_way is None else cast(SchedulerConnector, one_way(part))
 
 
