@@ -1064,8 +1064,8 @@ def the_load(consumer: Consumer) -> Load:
     return consumer._loads[LOAD]
 
 
-def asking() -> Consumer:
-    consumer = begun("load")
+def asking(consumer: Consumer | None = None) -> Consumer:
+    consumer = begun("load", consumer=consumer)
     assert consumer.take_actions() == [Dial(ADDRESS)]
     consumer.on_dialled(ADDRESS, PEER)
     consumer.on_open(PEER, "p")
@@ -1076,8 +1076,8 @@ def asking() -> Consumer:
     return consumer
 
 
-def reading() -> Consumer:
-    consumer = asking()
+def reading(consumer: Consumer | None = None) -> Consumer:
+    consumer = asking(consumer)
     consumer.receive(PEER, GRANT, 0.0)
     assert consumer.take_actions() == [Read(the_load(consumer), GRANT)]
     return consumer
@@ -1307,6 +1307,16 @@ def test_the_producer_is_told_when_a_read_has_failed() -> None:
         else:
             consumer.on_read(load, (), is_complete=False)
         assert consumer.take_actions() == [Send(PEER, Abort(LOAD)), Ended(load, reason)]
+
+
+def test_the_lease_of_an_overdue_read_is_not_renewed() -> None:
+    """Its core hangs, as it has not cancelled the load: the thread of the connections must not hold blocks for it."""
+    consumer = reading(Consumer(OFFICE, resolve, 60.0))
+    renewals = 0
+    while (when := consumer.next_deadline) is not None and when < 1000.0:
+        consumer.poll(when)
+        renewals += consumer.take_actions().count(Send(PEER, Renew(LOAD)))
+    assert renewals == 20
 
 
 def test_the_lease_of_a_cancelled_read_is_not_renewed() -> None:

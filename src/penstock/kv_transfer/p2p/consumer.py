@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 from penstock.kv_transfer.p2p.messages import (
     Abort,
@@ -146,11 +147,12 @@ class _Line:
 
 class Consumer:
     """Every call may add actions; `take_actions` returns them. `resolve` turns the address in a request into one that
-    may be dialled, or raises PeerError."""
+    may be dialled, or raises PeerError. The lease of a load that has begun `max_seconds` ago is not renewed: an owner
+    that has not cancelled it by then hangs, and the producer needs its blocks."""
 
-    def __init__(self, office: TicketOffice, resolve: Callable[[Address], Address]) -> None:
+    def __init__(self, office: TicketOffice, resolve: Callable[[Address], Address], max_seconds: float = inf) -> None:
         self._office = office
-        self._resolve = resolve
+        self._resolve, self._max_seconds = resolve, max_seconds
         self._loads: dict[TransferId, Load] = {}
         self._lines: dict[Address, _Line] = {}
         self._address_of: dict[PeerKey, Address] = {}
@@ -278,7 +280,7 @@ class Consumer:
         """Renews the leases of reads."""
         for load in self._loads.values():
             if load.state is LoadState.READING and load.renew_at <= now:
-                load.renew_at = now + load.lease / _RENEWALS_PER_LEASE
+                load.renew_at = now + load.lease / _RENEWALS_PER_LEASE if now < load.began + self._max_seconds else inf
                 self._actions.append(Send(load.peer, Renew(load.name)))
 
     @property
