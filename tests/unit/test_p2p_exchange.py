@@ -603,6 +603,23 @@ def test_a_load_whose_request_has_ended_is_cancelled() -> None:
     engine.scheduler.check_integrity()
 
 
+def test_a_load_that_lacks_a_block_ends_with_a_reason_which_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    granted_load(engine, DIGESTS)
+    (job,) = step(engine).reads
+    engine.exchange.take_metadata(computes=False)
+    differs = (BadRange(1, 0, 4),)
+    report = TransferReport(job.job_id, (0, 0), TransferStatus.FAILED, differs)
+    assert engine.exchange.apply(KVConnectorOutput((report,))) == []
+    with caplog.at_level(logging.WARNING):
+        engine.exchange.on_event(Received(PEER, DoneAck(LOAD, True)))
+    (ended,) = engine.exchange.poll()
+    assert isinstance(ended, LoadEnded)
+    assert ended.bad_ranges == differs
+    assert "differ from their digests" in ended.reason
+    assert ended.reason in caplog.text
+
+
 def test_a_preempted_prompt_drops_its_digests_in_the_next_step() -> None:
     engine = Engine()
     engine.exchange.expect(HOLD, "")

@@ -250,8 +250,7 @@ class Exchange:
             # Called in every step, so the names are precomputed.
             for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
                 counts.update((name, getattr(of, field)) for field, name in names)
-            counts.update(self._traffic.counters)
-            return counts
+            return {**counts, **self._traffic.counters}
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -393,15 +392,16 @@ class Exchange:
     def _end_load(self, ended: Ended) -> None:
         load, bad = ended.load, ended.load.bad_ranges
         if ended.reason:
-            level = logging.DEBUG if ended.reason == CANCELLED else logging.WARNING
-            logger.log(level, "KV of %s is not loaded from another engine: %s", load.name, ended.reason)
             bad = tuple(BadRange(group, load.first, load.end) for group in range(self._settings.num_groups))
+        reason = ended.reason or ("blocks are missing there, or differ from their digests" if bad else "")
         if bad:
+            level = logging.DEBUG if reason == CANCELLED else logging.WARNING
+            logger.log(level, "KV of %s is not loaded from another engine: %s", load.name, reason)
             self._traffic.on_failed("from", load.source.engine_id)
         else:
             num_tokens, seconds = load.end - load.first, self._clock.now() - load.began
             self._traffic.on_moved("from", load.source.engine_id, num_tokens, self._bytes_of(num_tokens), seconds)
-        self._events.append(LoadEnded(load.transfer_id, bad, ended.reason))
+        self._events.append(LoadEnded(load.transfer_id, bad, reason))
 
     def _bytes_of(self, num_tokens: int) -> int:
         return self._bytes_of_states + round(num_tokens * self._bytes_per_token)

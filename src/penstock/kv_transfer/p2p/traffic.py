@@ -29,8 +29,7 @@ class Traffic:
 
     def on_moved(self, direction: str, engine_id: str, num_tokens: int, num_bytes: int, seconds: float) -> None:
         """Counts a complete transfer "from" or "to" an engine. `seconds` is how long its reader has waited."""
-        moved = {"transfers": 1, "tokens": num_tokens, "bytes": num_bytes, "seconds": seconds}
-        self._add(direction, engine_id, moved)
+        self._add(direction, engine_id, {"transfers": 1, "tokens": num_tokens, "bytes": num_bytes, "seconds": seconds})
 
     def on_failed(self, direction: str, engine_id: str) -> None:
         """Counts a transfer that was incomplete; the reader computes what is missing."""
