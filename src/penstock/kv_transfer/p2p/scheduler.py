@@ -169,15 +169,13 @@ class P2PScheduler(NullSchedulerConnector):
     def _follow(self, plan: SchedulerOutput) -> None:
         """Requests digests of the prompts' blocks that this step completes."""
         for new in plan.new_requests:
-            prefill = self._prefills.get(new.request_id)
-            if prefill is not None:
+            if (prefill := self._prefills.get(new.request_id)) is not None:
                 prefill.tables = [list(table) for table in new.block_ids]
                 prefill.num_digested = new.num_computed_tokens // self._block_size * self._block_size
                 self._exchange.restart(prefill.hold_id)
         counts = zip(plan.num_scheduled_tokens.items(), plan.num_computed_tokens, strict=True)
         for (request_id, num_tokens), num_computed_tokens in counts:
-            prefill = self._prefills.get(request_id)
-            if prefill is None:
+            if (prefill := self._prefills.get(request_id)) is None:
                 continue
             for table, new_ids in zip(prefill.tables, plan.new_block_ids.get(request_id, ()), strict=False):
                 table.extend(new_ids)
@@ -203,6 +201,10 @@ class P2PScheduler(NullSchedulerConnector):
 
     def wait(self, seconds: float) -> None:
         self._exchange.wait(seconds)
+
+    def reset_cache(self) -> bool:
+        """Does nothing: no KV is kept outside the engines. So a MultiConnector's tiers can be cleared beside it."""
+        return True
 
     def counters(self) -> Mapping[str, float]:
         return self._exchange.counters()
