@@ -77,6 +77,7 @@ struct Tile {
     int64_t columns;  // at most kPanel
     int64_t k;        // padded
     Prefetch prefetch;
+    Prefetch rows_ahead;  // the same of x, for a kernel that takes chunks
     // Where a kernel that takes some inputs at a time has the sums of earlier ones, [rows, kPanel], if it continues them,
     // and leaves its own if there are inputs to come.
     float* sums;
@@ -179,7 +180,8 @@ int64_t most_rows(int64_t k) {
     if constexpr (kTakesChunks<Kernel>) {
         // A chunk of them and their sums stay in the second-level cache.
         const int64_t sum_bytes = Kernel::kPanelsOfChunk / 2 * kPanel * sizeof(float);
-        rows = smaller(rows, rows_bytes() / 2 / (Kernel::input_bytes(Kernel::kRows, Kernel::kChunk) / Kernel::kRows + sum_bytes));
+        const int64_t chunk_bytes = Kernel::input_bytes(Kernel::kRows, Kernel::kChunk) / Kernel::kRows;
+        rows = smaller(rows, rows_bytes() * 3 / 4 / (chunk_bytes + sum_bytes));
     }
     return larger(1, rows / Kernel::kRows) * Kernel::kRows;
 }
@@ -209,9 +211,9 @@ thread_local Scratch chunk_memory;
 
 // Multiplies the rows by `count` panels, as `multiply_panels` does, a chunk of inputs after another.
 // A chunk of a panel is widened once for all rows, and stays in the first-level cache; a chunk of the rows stays in the
-// second-level cache for some panels, as do the sums; of fewer panels if it holds all of the rows too. Sums are stored row by
-// row for all the panels at the end: rows of an output are often a power of two apart, so those of one panel would share a
-// set of the cache.
+// second-level cache for some panels, as do the sums; of fewer panels if it holds all of the rows too. If it does not, the next
+// chunk of the rows is prefetched meanwhile. Sums are stored row by row for all the panels at the end: rows of an output are
+// often a power of two apart, so those of one panel would share a set of the cache.
 template <class Kernel, class TileOf>
 void multiply_in_chunks(const Blocks<Kernel>& x, const Quantization* quantization, const char* weight, int64_t count,
                         const TileOf& tile_of) {
@@ -222,6 +224,7 @@ void multiply_in_chunks(const Blocks<Kernel>& x, const Quantization* quantizatio
     const int64_t share = larger(1, bytes * kStepInputs / k / x.count), num_sums = kPanels * x.count * kSumsOfBlock;
     float* wide = reinterpret_cast<float*>(chunk_memory.reserve((kChunk * kPanel + num_sums) * sizeof(float)));
     float* sums = wide + kChunk * kPanel;
+    const bool is_far = x.size() > rows_bytes();
     for (int64_t panel = 0, some; panel < count; panel += some, weight += some * bytes) {
         some = smaller(x.size() <= rows_bytes() ? kPanels / 2 : kPanels, count - panel);
         Tile<Element> tiles[kPanels];
@@ -235,6 +238,8 @@ void multiply_in_chunks(const Blocks<Kernel>& x, const Quantization* quantizatio
                                                     : weight + some * bytes;
             Tile<Element> tile = tiles[number];
             tile.k = smaller(kChunk, k - first);
+            const int64_t then = first + tile.k < k ? first + tile.k : 0;
+            const bool needs_rows = is_far && (then || panel + some < count);
             tile.continues = first > 0;
             tile.is_unfinished = true;
             tile.weight = Kernel::widened(quantization, x.k, own, {first, smaller(x.k, first + tile.k)}, wide);
@@ -243,6 +248,11 @@ void multiply_in_chunks(const Blocks<Kernel>& x, const Quantization* quantizatio
                 tile.rows = x.height_of(block);
                 tile.x = x.packed + block * x.bytes + Kernel::input_bytes(tile.rows, first);
                 tile.prefetch = Prefetch{next + block * share * (tile.k / kStepInputs), share};
+                if (needs_rows) {
+                    const int64_t piece = Kernel::input_bytes(tile.rows, tile.k) / some;
+                    const char* rows_then = x.packed + block * x.bytes + Kernel::input_bytes(tile.rows, then);
+                    tile.rows_ahead = Prefetch{rows_then + number * piece, piece * kStepInputs / tile.k};
+                }
                 left = Kernel::run_unfinished(tile, left);
             }
         }

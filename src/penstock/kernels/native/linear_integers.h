@@ -162,7 +162,7 @@ struct IntegerSums {
     }
 
 #if defined(__AMX_INT8__)
-    static constexpr int64_t kChunk = 512, kPanelsOfChunk = BFloatKernel::kPanelsOfChunk;
+    static constexpr int64_t kChunk = 1024, kPanelsOfChunk = BFloatKernel::kPanelsOfChunk;
     static constexpr int64_t kChunkBlocks = BFloatKernel::kChunkBlocks, kStepInputs = 16;
 
     static const char* widened(const Quantization*, int64_t, const char* panel, Range inputs, float*) {

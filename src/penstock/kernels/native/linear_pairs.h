@@ -173,7 +173,7 @@ struct TilePairs : Pairs {
     static constexpr int64_t kStepBytes = 512;
     static constexpr int64_t kBytesAhead = 2048;  // mostly within the page that is read
     static constexpr bool kWholeBlocks = true;
-    static constexpr int64_t kChunk = 256;
+    static constexpr int64_t kChunk = 512;
     static constexpr int64_t kPanelsOfChunk = 8;
     static constexpr int64_t kChunkBlocks = 3, kStepInputs = 8;
     static int64_t input_bytes(int64_t rows, int64_t k) { return round_up(rows, 16) * padded_k(k) * 2; }
@@ -242,13 +242,16 @@ struct TilePairs : Pairs {
 
     // Adds the products of more than 16 rows to the tile's sums, or to none. They are left in the tiles, and stored and
     // replaced between the first products of the next call: a tile can be stored only when its last product is done. A
-    // step of integers has 64 inputs, and its rows have all 32 columns.
+    // step of integers has 64 inputs, and its rows have all 32 columns. Rows of x are loaded past the first-level cache, which
+    // holds the weights.
     template <bool kIntegers>
     static float* add_to_left(const Tile<Element>& tile, float* left) {
         constexpr int64_t kStride = kIntegers ? 128 : 64, kHalf = kIntegers ? 64 : 1024, kInputs = kIntegers ? 64 : 32;
         const char* weight = tile.weight;
         const char* x = tile.x;
-        Prefetch prefetch{tile.prefetch.at, tile.prefetch.step * 4};  // one call in place of four
+        // One call in place of four.
+        Prefetch prefetch{tile.prefetch.at, tile.prefetch.step * 4};
+        Prefetch rows_ahead{tile.rows_ahead.at, tile.rows_ahead.step * 4};
 #define REPLACE(number)                                      \
     if (left) _tile_stored(number, left + number * 256, 64); \
     if (tile.continues)                                      \
@@ -261,13 +264,13 @@ struct TilePairs : Pairs {
     else                                    \
         _tile_dpbf16ps(sum, rows, columns)
         _tile_loadd(6, weight, kStride);
-        _tile_loadd(4, x, 64);
+        _tile_stream_loadd(4, x, 64);
         REPLACE(0);
         MULTIPLY(0, 4, 6);
         _tile_loadd(7, weight + kHalf, kStride);
         REPLACE(1);
         MULTIPLY(1, 4, 7);
-        _tile_loadd(5, x + 1024, 64);
+        _tile_stream_loadd(5, x + 1024, 64);
         REPLACE(2);
         MULTIPLY(2, 5, 6);
         REPLACE(3);
@@ -276,12 +279,13 @@ struct TilePairs : Pairs {
             weight += 2048;
             x += 2048;
             _tile_loadd(6, weight, kStride);
-            _tile_loadd(4, x, 64);
+            _tile_stream_loadd(4, x, 64);
             MULTIPLY(0, 4, 6);
             _tile_loadd(7, weight + kHalf, kStride);
             MULTIPLY(1, 4, 7);
-            _tile_loadd(5, x + 1024, 64);
+            _tile_stream_loadd(5, x + 1024, 64);
             prefetch.advance();
+            rows_ahead.advance();
             MULTIPLY(2, 5, 6);
             MULTIPLY(3, 5, 7);
         }
