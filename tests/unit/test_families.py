@@ -421,6 +421,7 @@ def test_an_encoder_s_epsilon() -> None:
         ("lfm2", {"conv_bias": True}, "conv_bias of a lfm2 must be False, got True"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2, got 1"),
         ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "x"}, "position_embedding_type of a .* got 'x'"),
+        ("granitemoehybrid", {**GRANITE4, "hidden_act": "gelu"}, "hidden_act of a .* must be silu, got 'gelu'"),
         ("granitemoehybrid", {**GRANITE4, "mamba_proj_bias": True}, "mamba_proj_bias of a .* must be False, got True"),
         ("granitemoehybrid", {**GRANITE4, "time_step_limit": [0.1, 1.0]}, "time_step_limit of a .* got .0.1, 1.0"),
         ("granitemoehybrid", {**GRANITE4, "mamba_n_heads": 7}, "mamba_n_heads .7. times mamba_d_head .27. is not"),

@@ -167,6 +167,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma4_text": {"use_bidirectional_attention": ("vision", None)},
     "gemma4_unified_text": {"use_bidirectional_attention": ("vision", None)},
     "granitemoehybrid": {
+        "hidden_act": (None, "silu"),
         "position_embedding_type": (None, "nope", "rope"),
         "mamba_proj_bias": (None, False),
         "time_step_limit": _NO_TIME_STEP_LIMIT,
