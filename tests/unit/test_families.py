@@ -421,6 +421,12 @@ def test_an_encoder_s_epsilon() -> None:
         ("lfm2", {"conv_bias": True}, "conv_bias of a lfm2 must be False, got True"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2, got 1"),
         ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "x"}, "position_embedding_type of a .* got 'x'"),
+        (
+            "gemma4_text",
+            {"hidden_activation": "gelu"},
+            "hidden_activation of a .* must be gelu_pytorch_tanh, got 'gelu'",
+        ),
+        ("gemma4_unified_text", {"hidden_activation": "silu"}, "hidden_activation of a .* must be gelu_pytorch_tanh"),
         ("granitemoehybrid", {**GRANITE4, "hidden_act": "gelu"}, "hidden_act of a .* must be silu, got 'gelu'"),
         ("granitemoehybrid", {**GRANITE4, "mamba_proj_bias": True}, "mamba_proj_bias of a .* must be False, got True"),
         ("granitemoehybrid", {**GRANITE4, "time_step_limit": [0.1, 1.0]}, "time_step_limit of a .* got .0.1, 1.0"),

@@ -158,14 +158,14 @@ _WRAPPERS = (
 )
 # Multimodal models whose published files have the fields of the text part outside, without a `text_config`.
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
+_GEMMA4_SERVED = {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": ("vision", None)}
 _NO_TIME_STEP_LIMIT = (None, [0.0, {"__float__": "Infinity"}], [0.0, math.inf])
 # Fields that change the result in a way that Penstock does not compute, and the values that do not.
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cohere2": {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "use_gated_activation": (None, True)},
     "gemma2": {"use_bidirectional_attention": (None, False)},
     "gemma3_text": {"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
-    "gemma4_text": {"use_bidirectional_attention": ("vision", None)},
-    "gemma4_unified_text": {"use_bidirectional_attention": ("vision", None)},
+    **dict.fromkeys(GEMMA4, _GEMMA4_SERVED),
     "granitemoehybrid": {
         "hidden_act": (None, "silu"),
         "position_embedding_type": (None, "nope", "rope"),
