@@ -30,6 +30,7 @@ class StubInstance:
     def __init__(self, token_seconds: float = 0.0) -> None:
         self.token_seconds = token_seconds
         self.connections: set[_Connection] = set()
+        self.is_up = False
         self._server: asyncio.Server | None = None
         self.port = 0
         self.num_deaths = 0
@@ -39,12 +40,14 @@ class StubInstance:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        self.is_up = True
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=2048)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Idempotent."""
+        self.is_up = False
         server, self._server = self._server, None
         if server is None:
             return
@@ -72,6 +75,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._stub.connections.add(self)
+        if not self._stub.is_up:  # stopped since it accepted the connection
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stub.connections.discard(self)

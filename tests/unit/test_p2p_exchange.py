@@ -258,7 +258,7 @@ def digests_of(job: DigestJob) -> TransferReport:
 
 def test_a_producer_answers_everything_without_a_step() -> None:
     """However long P's step takes: the introduction, the grant of digested blocks, renewals and the confirmation."""
-    rules = replace_dataclass(RULES, lease_seconds=0.3)
+    rules = replace_dataclass(RULES, lease_seconds=1.5)
     with contextlib.ExitStack() as stack:
         cores: list[Core] = []
         for name in ("p", "d"):
