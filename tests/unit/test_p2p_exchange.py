@@ -123,7 +123,7 @@ class Core:
     ) -> None:
         setup = P2PSetup("memory", "127.0.0.1", b"key")
         settings = P2PSettings(engine_id=name, epoch="1", role="kv_both", meaning=MEANING, setup=setup, num_groups=2)
-        producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(OFFICE, resolve)
+        producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(OFFICE, resolve, 30.0)
         self.exchange = Exchange(settings, channel, producer, consumer, clock)
         self.scheduler = P2PScheduler(settings, 4, self.exchange, digests_next_step=digests_next_step)
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): P2PHandshake(LAYOUT, b"")})

@@ -841,7 +841,7 @@ def test_messages_of_the_other_half_break_the_session() -> None:
     with pytest.raises(PeerError, match="DoneAck"):
         make_producer().receive(PEER, DoneAck(LOAD, True), 0.0)
     with pytest.raises(PeerError, match="Fetch"):
-        Consumer(OFFICE, resolve).receive(PEER, fetch(), 0.0)
+        Consumer(OFFICE, resolve, 1e6).receive(PEER, fetch(), 0.0)
 
 
 @pytest.mark.parametrize("field", ["ticket", "rendezvous", "prompt_digest"])
@@ -1045,7 +1045,7 @@ def resolve(address: Address) -> Address:
 
 def begun(*names: str, given: RemotePrefill | None = None, consumer: Consumer | None = None) -> Consumer:
     """The scheduler's name of each load is `named(NAME, 1)`."""
-    consumer = consumer or Consumer(OFFICE, resolve)
+    consumer = consumer or Consumer(OFFICE, resolve, 1e6)
     for name in map(named, names):
         consumer.want(name, given or source(), PROMPT)
         assert consumer.wanted(name) == (given or source())
@@ -1252,7 +1252,7 @@ def test_a_ticket_that_would_be_refused_is_not_sent(changes: dict[str, Any], rea
 
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_producer_is_told_that_nothing_is_needed(is_connected: bool) -> None:
-    consumer = Consumer(OFFICE, resolve)
+    consumer = Consumer(OFFICE, resolve, 1e6)
     if is_connected:
         begun("load", consumer=consumer)
         open_line(consumer)
@@ -1311,7 +1311,7 @@ def test_the_producer_is_told_when_a_read_has_failed() -> None:
 
 def test_the_lease_of_an_overdue_read_is_not_renewed() -> None:
     """Its core hangs, as it has not cancelled the load: the thread of the connections must not hold blocks for it."""
-    consumer = reading(Consumer(OFFICE, resolve, 60.0))
+    consumer = reading(Consumer(OFFICE, resolve, 6.0))
     renewals = 0
     while (when := consumer.next_deadline) is not None and when < 1000.0:
         consumer.poll(when)

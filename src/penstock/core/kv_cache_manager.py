@@ -291,7 +291,7 @@ class KVCacheManager:
         """Returns the same without the states from which no other engine continues the prompt: all but the one at its
         last whole block.
         """
-        at_end = self._end_of_prompt(request) // self.block_size - 1
+        at_end = self._num_whole_blocks(request) - 1
         return tuple(
             tuple(i if index == at_end else NULL_BLOCK for index, i in enumerate(ids))
             if group.spec.is_recurrent
@@ -299,9 +299,9 @@ class KVCacheManager:
             for group, ids in zip(self._groups, self.block_ids(request), strict=True)
         )
 
-    def _end_of_prompt(self, request: Request) -> int:
-        """Returns the number of tokens after which another engine continues the prompt."""
-        return (request.num_prompt_tokens - 1) // self.block_size * self.block_size
+    def _num_whole_blocks(self, request: Request) -> int:
+        """Returns the number of blocks after which another engine continues the prompt."""
+        return (request.num_prompt_tokens - 1) // self.block_size
 
     def published_blocks(self, request: Request) -> BlockTable:
         """Returns the same without the unpublished blocks of recurrent layers, and without a copy."""
@@ -353,18 +353,19 @@ class KVCacheManager:
         # Uses the processed count: a step in flight still reads the window of its own, earlier position.
         request = holding.request
         num_tokens = self._num_stored_tokens(request)
+        # Another engine may begin at the prompt's last whole block: until the first token, what it needs stays. The
+        # state there stays longer, if one will.
+        whole = self._num_whole_blocks(request)
+        needed = num_tokens if request.num_output_tokens else min(num_tokens, whole * self.block_size)
         for number, (group, table) in enumerate(zip(self._groups, holding.tables, strict=True)):
-            # Another engine may begin at the prompt's last whole block: until the first token, what it needs stays. The
-            # state there stays longer, if one will.
-            whole = num_tokens if request.num_output_tokens else min(num_tokens, self._end_of_prompt(request))
-            end = group.first_needed_block(whole)
+            end = group.first_needed_block(needed)
             if group.spec.is_recurrent:
                 # The state after the last whole block is published if the request ends.
                 end = min(end, num_tokens // self.block_size - 1)
             gone = range(holding.num_released[number], end)
             if gone:
                 keeps = group.spec.is_recurrent and request.is_continued_elsewhere
-                kept = self._end_of_prompt(request) // self.block_size - 1 if keeps else None
+                kept = whole - 1 if keeps else None
                 self.pool.release([table[index] for index in gone if index != kept])
                 # A connector must not find them either: another request's content would be taken for this one's.
                 for ids in (table, holding.published[number]):

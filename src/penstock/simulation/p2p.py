@@ -131,7 +131,7 @@ class P2PBacking(Backing):
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)
-        consumer = Consumer(office, self._peers.resolve)
+        consumer = Consumer(office, self._peers.resolve, self._context.setup.load_timeout)
         exchange = _CountingExchange(settings, channel, producer, consumer, clock)
         exchange.loaded = self._loaded
         scheduler = P2PScheduler(

@@ -226,7 +226,7 @@ void multiply_in_chunks(const Blocks<Kernel>& x, const Quantization* quantizatio
     float* sums = wide + kChunk * kPanel;
     const bool is_far = x.size() > rows_bytes();
     for (int64_t panel = 0, some; panel < count; panel += some, weight += some * bytes) {
-        some = smaller(x.size() <= rows_bytes() ? kPanels / 2 : kPanels, count - panel);
+        some = smaller(is_far ? kPanels : kPanels / 2, count - panel);
         Tile<Element> tiles[kPanels];
         for (int64_t number = 0; number < some; ++number) tiles[number] = tile_of(panel + number);
         float* left = nullptr;

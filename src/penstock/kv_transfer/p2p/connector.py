@@ -120,8 +120,7 @@ class P2PConnector:
             requires_digests=options.attestation == "all",
         )
         producer = Producer(config.engine_id, epoch, rules, office)
-        # The core cancels a load at the timeout, or some steps later: after ten timeouts it no longer runs.
-        consumer = Consumer(office, peers.resolve, 10 * config.kv_load_timeout)
+        consumer = Consumer(office, peers.resolve, config.kv_load_timeout)
         exchange = Exchange(settings, channel, producer, consumer, clock)
         # Memory that a transport can reach is that of a CPU, where a forward pass has ended when it returns.
         return P2PScheduler(

@@ -147,12 +147,12 @@ class _Line:
 
 class Consumer:
     """Every call may add actions; `take_actions` returns them. `resolve` turns the address in a request into one that
-    may be dialled, or raises PeerError. The lease of a load that has begun `max_seconds` ago is not renewed: an owner
-    that has not cancelled it by then hangs, and the producer needs its blocks."""
+    may be dialled, or raises PeerError. The core cancels a load at `load_timeout`, in seconds, or some steps later:
+    after ten of them it no longer runs, and the lease is not renewed, because the producer needs its blocks."""
 
-    def __init__(self, office: TicketOffice, resolve: Callable[[Address], Address], max_seconds: float = inf) -> None:
+    def __init__(self, office: TicketOffice, resolve: Callable[[Address], Address], load_timeout: float) -> None:
         self._office = office
-        self._resolve, self._max_seconds = resolve, max_seconds
+        self._resolve, self._max_seconds = resolve, 10 * load_timeout
         self._loads: dict[TransferId, Load] = {}
         self._lines: dict[Address, _Line] = {}
         self._address_of: dict[PeerKey, Address] = {}

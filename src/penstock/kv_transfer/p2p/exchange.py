@@ -246,11 +246,11 @@ class Exchange:
 
     def counters(self) -> Mapping[str, float]:
         with self._lock:
-            counts = {"p2p_held": self._producer.num_held, **self._jobs.counters}
+            counts = {"p2p_held": self._producer.num_held, **self._jobs.counters, **self._traffic.counters}
             # Called in every step, so the names are precomputed.
             for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
                 counts.update((name, getattr(of, field)) for field, name in names)
-            return {**counts, **self._traffic.counters}
+            return counts
 
     def check_integrity(self) -> None:
         with self._lock:
